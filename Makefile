@@ -1,0 +1,60 @@
+# Every command that a person or the CI needs. `make demo` is enough to begin; nothing has to be installed before.
+
+# The first Python that is new enough; another one: make PYTHON=/path/to/python3.12
+PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
+	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
+# Installed before everything else, so that no other package decides which torch comes. Another build:
+# make TORCH=torch==2.9.1, or PIP_INDEX_URL for a build from another index.
+TORCH ?= torch==2.13.0
+
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
+# Folders that hold Python; one that is still empty would be an error to the tools.
+SOURCES := $(foreach folder,awex_delta tests benchmarks examples scripts,$(if $(shell find $(folder) -name '*.py' 2>/dev/null | head -1),$(folder)))
+
+.PHONY: demo test test-fast check format docs bench clean
+
+demo: .venv/.installed
+	$(BIN)/awex-delta demo
+
+test: .venv/.installed-dev
+	$(BIN)/python -m pytest
+
+# The quick part: no spawned processes, no GPU.
+test-fast: .venv/.installed-dev
+	$(BIN)/python -m pytest tests/unit tests/contract tests/ranks
+
+check: .venv/.installed-dev
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/mypy $(SOURCES)
+
+format: .venv/.installed-dev
+	$(BIN)/ruff check --fix $(SOURCES)
+	$(BIN)/ruff format $(SOURCES)
+
+# Pages that are generated from the code. A contract test fails when one is out of date.
+docs: .venv/.installed-dev
+	$(BIN)/python scripts/configuration_page.py > docs/configuration.md
+
+bench: .venv/.installed
+	$(BIN)/awex-delta bench
+
+clean:
+	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+.venv/bin/python:
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed; none was found. Try: make PYTHON=/path/to/python3" >&2; exit 1; }
+	$(PYTHON) -m venv .venv
+
+# pip runs again only after pyproject.toml changed.
+.venv/.installed: pyproject.toml | .venv/bin/python
+	$(PIP) "$(TORCH)"
+	$(PIP) --editable .
+	@touch $@
+
+.venv/.installed-dev: pyproject.toml | .venv/bin/python
+	$(PIP) "$(TORCH)"
+	$(PIP) --editable ".[dev]"
+	@touch $@ .venv/.installed

@@ -1,0 +1,75 @@
+"""Every exception of awex_delta.
+
+    AwexDeltaError
+    ├── ConfigError            a setting is refused (also a ValueError)
+    ├── ConnectError           the two sides do not fit together; nothing was written
+    │   ├── LayoutError        a tensor is missing, or has another shape or dtype
+    │   └── OwnershipError     the optimizer shards do not tile a parameter exactly once
+    ├── UnsupportedError       an upstream object lacks something that is needed
+    ├── NumericsError          a formula was asked for outside its domain (also a ValueError)
+    ├── WireError              bytes from a peer cannot be used
+    │   ├── CorruptFrameError  the bytes are damaged
+    │   └── StaleFrameError    the bytes are whole, but of another run, version or plan
+    └── UpdateError            an update did not commit; the next one is a full sync
+        ├── UpdateAborted      a rank reported a failure, all ranks gave the update up
+        ├── LockstepError      ranks disagree about what they are doing
+        └── PeerError          a peer did not answer in time, or went away
+
+"Full sync" is a value (`types.Verdict`), never an exception.
+"""
+
+
+class AwexDeltaError(Exception):
+    """Base of everything that awex_delta raises on purpose."""
+
+
+class ConfigError(AwexDeltaError, ValueError):
+    """A setting is refused. Names the field, its value and the remedy."""
+
+
+class ConnectError(AwexDeltaError):
+    """Trainer and engines do not fit together. Raised on every rank, before any weight moves."""
+
+
+class LayoutError(ConnectError):
+    """A tensor is missing on one side, or has another shape or dtype there."""
+
+
+class OwnershipError(ConnectError):
+    """Optimizer shards leave a hole in a parameter, or overlap."""
+
+
+class UnsupportedError(AwexDeltaError):
+    """An upstream object (optimizer, model, converter) lacks something that is needed."""
+
+
+class NumericsError(AwexDeltaError, ValueError):
+    """A formula was asked for outside its domain, such as a step below 1."""
+
+
+class WireError(AwexDeltaError):
+    """Bytes received from a peer cannot be used. Nothing was written."""
+
+
+class CorruptFrameError(WireError):
+    """A frame is damaged: cut short, a wrong checksum, an index out of range."""
+
+
+class StaleFrameError(WireError):
+    """A frame is whole, but belongs to another run, base version or plan."""
+
+
+class UpdateError(AwexDeltaError):
+    """An update did not commit. Versions and watermarks stand where they stood."""
+
+
+class UpdateAborted(UpdateError):
+    """A rank reported a failure, so every rank gave the update up together."""
+
+
+class LockstepError(UpdateError):
+    """Ranks disagree about the version, the configuration or the plan."""
+
+
+class PeerError(UpdateError):
+    """A peer did not answer in time, or went away. Names the rank and the phase."""

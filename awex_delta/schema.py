@@ -1,0 +1,161 @@
+"""The settings that a user writes: names, types, defaults and documentation.
+
+`config` says what they mean together.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from awex_delta.errors import ConfigError
+
+WorldSizePolicy = Literal["power_of_two", "any"]
+DeltaEncoding = Literal["indices"]
+
+_STRICT = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+
+
+class SchedulingStrategy(BaseModel):
+    """Where the engine's processes run."""
+
+    model_config = _STRICT
+
+    type: Literal["separation", "colocation"] = "separation"
+    """`separation`: on devices of their own. `colocation`: on the devices of `target`."""
+
+    target: str | None = None
+    """Which role to share devices with, for `colocation`."""
+
+
+class _SideConfig(BaseModel):
+    """What the two sides have in common. Built by keyword or by `load`, it refuses with a `ConfigError`."""
+
+    model_config = _STRICT
+
+    backend: str
+    """Allocation string: which backend runs on how many ranks, such as `megatron:d2p1t4` on the
+    trainer's side and `sglang:d2t4p1` or `vllm:d1t2` on the engines'."""
+
+    version: str = "v2"
+    """Generation of the weight-update control plane; `_version` is read as the same setting.
+    Deltas need `v2`."""
+
+    if not TYPE_CHECKING:  # type checkers keep the signature that pydantic derives from the fields
+
+        def __init__(self, /, **data: Any) -> None:
+            try:
+                super().__init__(**_without_version_alias(data))
+            except ValidationError as error:
+                raise ConfigError(_explain(type(self), error)) from None
+
+    @classmethod
+    def load(cls, data: Mapping[str, object]) -> Self:
+        """Build from plain data, such as one section of a YAML file.
+
+        Args:
+            data: setting names and values; a setting left out takes its default.
+
+        Returns:
+            The settings, frozen.
+
+        Raises:
+            ConfigError: a setting is unknown, missing, or has a wrong type or value.
+
+        Collective: no.
+        """
+        values: dict[str, Any] = {str(key): value for key, value in data.items()}
+        return cls(**values)
+
+
+class TrainEngineConfig(_SideConfig):
+    """The trainer's side. With `enable_delta_weight_update` off, the other settings change nothing."""
+
+    weight_update_mode: str = "awex"
+    """How weights travel to the engines: `awex`, `disk`, `nccl`, `xccl`, or what else the trainer
+    knows. Deltas need `awex`."""
+
+    enable_delta_weight_update: bool = False
+    """Send only the elements that the optimizer step changed. Off: every update is a full one,
+    exactly as AWEX does it."""
+
+    weight_update_delta_method: Literal["adamw"] = "adamw"
+    """How changes are found. `adamw`: by inverting the optimizer's last AdamW step."""
+
+    weight_update_anchor_interval: int = Field(default=20, ge=0)
+    """Committed deltas between two full syncs (anchors). 20: after 20 deltas the next update is full.
+    1: every second update is full. 0: never, beyond the first sync and any doubt."""
+
+    weight_update_delta_encoding: DeltaEncoding = "indices"
+    """How a delta is packed. `indices`: a flat position and the new value of each changed element."""
+
+    world_size_policy: WorldSizePolicy = "power_of_two"
+    """`power_of_two`: trainer and engine ranks together must be a power of two, which the transfer
+    schedule fits exactly. `any`: pad the schedule instead; some ranks then idle in some rounds."""
+
+    weight_update_timeout_seconds: float = Field(default=300.0, gt=0, allow_inf_nan=False)
+    """Longest wait for a peer inside one update, in seconds."""
+
+    weight_update_connect_timeout_seconds: float = Field(default=300.0, gt=0, allow_inf_nan=False)
+    """Longest wait for all ranks to meet when connecting, in seconds."""
+
+    weight_update_release_grad_buffers: bool = False
+    """Free Megatron's gradient buffers for the transfer; they are restored whatever happens."""
+
+    use_lora: bool = False
+    """The trainer trains LoRA adapters. Deltas cover full weights only."""
+
+    ppo_n_minibatches: int = 1
+    """Optimizer steps that the trainer makes between two weight updates. Deltas need 1."""
+
+
+class RolloutConfig(_SideConfig):
+    """The inference engines' side. Whether deltas are sent is said once, on the trainer's side."""
+
+    scheduling_strategy: SchedulingStrategy = SchedulingStrategy()
+    """Where the engine's processes run: `type` and, for colocation, `target`; the type alone is
+    accepted as a plain string. Deltas need `separation`."""
+
+    @field_validator("scheduling_strategy", mode="before")
+    @classmethod
+    def _type_alone(cls, value: object) -> object:
+        return {"type": value} if isinstance(value, str) else value
+
+
+def _without_version_alias(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Rename `_version`, which pydantic would take for a private attribute, to `version`."""
+    renamed = dict(data)
+    if "_version" not in renamed:
+        return renamed
+    alias = renamed.pop("_version")
+    version = renamed.setdefault("version", alias)
+    if version != alias:
+        raise ConfigError(
+            f"version = {version!r} and _version = {alias!r} are one setting, given twice. Remedy: keep one"
+        )
+    return renamed
+
+
+def _explain(model: type[BaseModel], error: ValidationError) -> str:
+    """One line for each refused setting: its name, its value, what is wrong, and the remedy."""
+    lines = []
+    for item in error.errors(include_url=False, include_context=False):
+        field = ".".join(map(str, item["loc"]))
+        remedy = _remedy(model, item["type"], str(item["loc"][0]))
+        if item["type"] == "missing":
+            lines.append(f"{field} is missing. Remedy: {remedy}")
+        else:
+            lines.append(f"{field} = {item['input']!r}: {item['msg']}. Remedy: {remedy}")
+    return f"{model.__name__} is refused\n" + "\n".join(lines)
+
+
+def _remedy(model: type[BaseModel], error_type: str, field: str) -> str:
+    """What to do about an unknown setting, or the documentation of one that has a wrong value."""
+    known = model.model_fields
+    if field in known and error_type != "extra_forbidden":
+        return " ".join((known[field].description or "").split())
+    close = difflib.get_close_matches(field, known, n=1)
+    return f"did you mean {close[0]}?" if close else f"remove it; known settings: {', '.join(known)}"

@@ -1,0 +1,182 @@
+"""What the code says about itself, and that the pages generated from it are current."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import io
+import re
+import tokenize
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from awex_delta import errors
+from awex_delta._version import __version__
+from awex_delta.config import RolloutConfig, TrainEngineConfig, resolve, worker_environment
+from scripts.configuration_page import page
+from tests.contract.sources import (
+    PACKAGE,
+    ROOT,
+    Function,
+    Source,
+    package_sources,
+    repository_texts,
+    sources,
+    within,
+)
+
+PACKAGE_SOURCES = package_sources()
+ALL_SOURCES = sources(PACKAGE, "benchmarks", "examples", "scripts", "tests")
+
+# Every public function here runs on some rank of a group: it says which collectives it enters, if any.
+RUNS_ON_RANKS = ("comm", "session", "sender", "receiver", "trainers.megatron", "trainers.torch_adamw")
+
+# A comment gives a reason that stands alone. These point at something that a reader does not have.
+POINTERS_ELSEWHERE = {
+    "a number of a ticket": re.compile(
+        r"(?<![\w&])#\d+|\b(issue|ticket|PR|pull request)s?\s*#?\d+", re.IGNORECASE
+    ),
+    "a date": re.compile(r"\b20\d\d-[01]\d(-[0-3]\d)?\b"),
+    "a commit": re.compile(r"\b(?=[0-9a-f]*\d)(?=[0-9a-f]*[a-f])[0-9a-f]{7,40}\b"),
+    "unfinished work": re.compile(r"\b(TODO|FIXME|XXX|HACK)\b"),
+    "an entry of a private list": re.compile(r"\b[A-F](?!16|32|64)[0-4]\d\b"),
+}
+# With one letter of each in brackets, so that this file does not match itself.
+MACHINE_PATHS = re.compile(r"/(w[o]rk|r[o]ot|h[o]me|U[s]ers|o[p]t)/|\.\./s[h]ared")
+
+
+def public_definitions(source: Source) -> Iterator[tuple[str, ast.ClassDef | Function]]:
+    """Public classes, functions and methods, with their dotted name inside the module."""
+
+    def walk(body: list[ast.stmt], prefix: str) -> Iterator[tuple[str, ast.ClassDef | Function]]:
+        for node in body:
+            if isinstance(node, ast.ClassDef | Function) and not node.name.startswith("_"):
+                yield prefix + node.name, node
+                if isinstance(node, ast.ClassDef):
+                    yield from walk(node.body, f"{prefix}{node.name}.")
+
+    return walk(source.tree.body, "")
+
+
+@pytest.mark.parametrize("source", PACKAGE_SOURCES, ids=str)
+def test_everything_public_is_documented(source: Source) -> None:
+    assert ast.get_docstring(source.tree), f"{source} has no docstring"
+    silent = [name for name, node in public_definitions(source) if not ast.get_docstring(node)]
+    assert not silent, f"{source}: no docstring on {', '.join(silent)}"
+
+
+@pytest.mark.parametrize("source", [s for s in PACKAGE_SOURCES if within(s.inner, RUNS_ON_RANKS)], ids=str)
+def test_functions_that_run_on_ranks_say_what_is_collective(source: Source) -> None:
+    silent = []
+    for name, node in public_definitions(source):
+        if isinstance(node, ast.ClassDef) or _is_property(node):
+            continue
+        if "Collective:" not in (ast.get_docstring(node) or ""):
+            silent.append(name)
+    assert not silent, f"{source}: 'Collective: ...' is missing from {', '.join(silent)}"
+
+
+def _is_property(node: Function) -> bool:
+    return any(isinstance(d, ast.Name) and d.id == "property" for d in node.decorator_list)
+
+
+def test_the_tree_of_errors_is_complete_and_right() -> None:
+    drawn: dict[str, str] = {}
+    above: list[str] = []
+    for line in (errors.__doc__ or "").splitlines():
+        match = re.match(r"    (?P<lead>[│├└─ ]*)(?P<name>[A-Z]\w+)", line)
+        if match is None:
+            continue
+        depth = len(match["lead"]) // 4
+        above = [*above[:depth], match["name"]]
+        drawn[match["name"]] = above[depth - 1] if depth else "Exception"
+    real = {
+        name: value.__bases__[0].__name__
+        for name, value in vars(errors).items()
+        if inspect.isclass(value) and issubclass(value, Exception)
+    }
+    assert drawn == real
+
+
+def comments_and_docstrings(source: Source) -> Iterator[tuple[int, str]]:
+    """Line and text of everything written for a reader rather than for Python."""
+    for token in tokenize.generate_tokens(io.StringIO(source.text).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.start[0], token.string.lstrip("#")
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Module | ast.ClassDef | Function) and (text := ast.get_docstring(node)):
+            yield node.body[0].lineno, text
+
+
+@pytest.mark.parametrize("source", ALL_SOURCES, ids=str)
+def test_comments_stand_alone(source: Source) -> None:
+    found = [
+        f"{source}:{line}: {what}: {match[0]!r}"
+        for line, text in comments_and_docstrings(source)
+        for what, pattern in POINTERS_ELSEWHERE.items()
+        if (match := pattern.search(text))
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    ("text", "flagged"),
+    [
+        ("see #12", True),
+        ("fixed in issue 7", True),
+        ("since 2024-05-01", True),
+        ("as of 0c1f3ab9d", True),
+        ("TODO later", True),
+        ("the case of C09", True),
+        ("bf16 and fp32, F32 and E4M3", False),
+        ("issues two sends, facade, deadbeef", False),
+        ("2**-24 of 1e-3 at version 3", False),
+    ],
+)
+def test_the_rule_on_comments_flags_what_it_should(text: str, flagged: bool) -> None:
+    assert any(pattern.search(text) for pattern in POINTERS_ELSEWHERE.values()) is flagged
+
+
+@pytest.mark.parametrize("path", repository_texts(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_file_names_a_path_of_one_machine(path: Path) -> None:
+    lines = path.read_text(encoding="utf-8").splitlines()
+    assert [f"{n}: {line}" for n, line in enumerate(lines, 1) if MACHINE_PATHS.search(line)] == []
+
+
+def test_the_configuration_page_is_current() -> None:
+    current = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+    assert current == page(), "docs/configuration.md is out of date: make docs"
+
+
+def test_the_example_on_the_configuration_page_resolves() -> None:
+    match = re.search(r"```yaml\n(.*?)```", page(), re.DOTALL)
+    assert match is not None
+    data = yaml.safe_load(match[1])
+    resolved = resolve(TrainEngineConfig.load(data["train"]), RolloutConfig.load(data["rollout"]))
+    assert resolved.settings.enabled
+    for variable in worker_environment(resolved):
+        assert f"`{variable}`" in page()
+
+
+def test_the_changelog_begins_with_this_version() -> None:
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    headings = re.findall(r"^## (\S+)", text, re.MULTILINE)
+    assert headings[0] == __version__
+    assert len(set(headings)) == len(headings)
+
+
+def test_dependencies_come_from_a_package_index() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    groups = [project["dependencies"], *project["optional-dependencies"].values()]
+    assert [text for group in groups for text in group if re.search(r"[@/]", text)] == []
+
+
+def test_the_entry_point_exists() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    module, _, name = project["scripts"]["awex-delta"].partition(":")
+    assert callable(vars(importlib.import_module(module))[name])

@@ -1,0 +1,147 @@
+"""What users may rely on, as literals: a change here is a decision, and has a line in the changelog."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+
+import pytest
+from pydantic import BaseModel
+
+import awex_delta
+from awex_delta.config import RolloutConfig, SchedulingStrategy, TrainEngineConfig
+from tests.contract.sources import PACKAGE, ROOT, Source, package_sources
+
+PUBLIC_NAMES: set[str] = set()
+
+TRAIN_SETTINGS = {
+    "backend": None,
+    "version": "v2",
+    "weight_update_mode": "awex",
+    "enable_delta_weight_update": False,
+    "weight_update_delta_method": "adamw",
+    "weight_update_anchor_interval": 20,
+    "weight_update_delta_encoding": "indices",
+    "world_size_policy": "power_of_two",
+    "weight_update_timeout_seconds": 300.0,
+    "weight_update_connect_timeout_seconds": 300.0,
+    "weight_update_release_grad_buffers": False,
+    "use_lora": False,
+    "ppo_n_minibatches": 1,
+}
+ROLLOUT_SETTINGS = {"backend": None, "version": "v2", "scheduling_strategy": SchedulingStrategy()}
+STRATEGY_SETTINGS = {"type": "separation", "target": None}
+
+# Packages that a user may lack, and the modules that exist for them alone.
+OPTIONAL_PACKAGES = ("apex", "sglang", "transformer_engine", "vllm")
+NEED_AN_OPTIONAL_PACKAGE = ("awex_delta.engines.sglang", "awex_delta.engines.vllm")
+
+
+def test_public_names() -> None:
+    assert set(vars(awex_delta).get("__all__", ())) == PUBLIC_NAMES
+    for name in PUBLIC_NAMES:
+        assert getattr(awex_delta, name) is not None
+
+
+@pytest.mark.parametrize(
+    ("model", "settings"),
+    [
+        (TrainEngineConfig, TRAIN_SETTINGS),
+        (RolloutConfig, ROLLOUT_SETTINGS),
+        (SchedulingStrategy, STRATEGY_SETTINGS),
+    ],
+)
+def test_settings_and_their_defaults(model: type[BaseModel], settings: dict[str, object]) -> None:
+    defaults = {n: None if f.is_required() else f.default for n, f in model.model_fields.items()}
+    assert defaults == settings
+
+
+@pytest.mark.parametrize("model", [TrainEngineConfig, RolloutConfig, SchedulingStrategy])
+def test_settings_are_frozen_strict_and_documented(model: type[BaseModel]) -> None:
+    assert model.model_config.get("frozen")
+    assert model.model_config.get("strict")
+    assert model.model_config.get("extra") == "forbid"
+    for name, field in model.model_fields.items():
+        assert field.description, f"{model.__name__}.{name} has no documentation under it"
+
+
+@pytest.mark.parametrize("source", package_sources(), ids=str)
+def test_records_are_frozen_slotted_and_keyword_only(source: Source) -> None:
+    for node in ast.walk(source.tree):
+        if not isinstance(node, ast.ClassDef):
+            continue
+        for decorator in node.decorator_list:
+            call = decorator if isinstance(decorator, ast.Call) else None
+            name = call.func if call is not None else decorator
+            if isinstance(name, ast.Name) and name.id == "dataclass":
+                given = {k.arg for k in call.keywords if _is_true(k.value)} if call is not None else set()
+                assert {"frozen", "slots", "kw_only"} <= given, f"{source}:{node.lineno} {node.name}"
+
+
+def _is_true(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and node.value is True
+
+
+def run_python(code: str) -> None:
+    """Run code in a new interpreter, which must succeed."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=50, check=False
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+IMPORT_WITHOUT_EFFECT = """
+import logging, os, signal, sys, threading, warnings
+import pydantic, torch, typer
+
+def state():
+    loggers = [logging.getLogger(), *map(logging.getLogger, sorted(logging.root.manager.loggerDict))]
+    return {
+        "environment": dict(os.environ),
+        "logging": [(logger.name, logger.level, list(logger.handlers)) for logger in loggers
+                    if logger.handlers or logger.level],
+        "threads": [thread.name for thread in threading.enumerate()],
+        "signals": [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)],
+        "warnings": list(warnings.filters),
+        "cuda": torch.cuda.is_initialized(),
+        "default dtype": torch.get_default_dtype(),
+        "torch threads": torch.get_num_threads(),
+        "path": list(sys.path),
+    }
+
+before, loaded = state(), set(sys.modules)
+import awex_delta
+after = state()
+assert before == after, {key: (before[key], after[key]) for key in before if before[key] != after[key]}
+assert not after["cuda"]
+heavy = {"awex", "megatron", "transformers", "vllm", "sglang", "aiohttp"}
+new = {name.partition(".")[0] for name in set(sys.modules) - loaded}
+assert not heavy & new, heavy & new
+"""
+
+
+def test_importing_the_package_has_no_effect() -> None:
+    run_python(IMPORT_WITHOUT_EFFECT)
+
+
+IMPORT_WITHOUT_OPTIONAL_PACKAGES = f"""
+import importlib, pkgutil, sys
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {OPTIONAL_PACKAGES!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+sys.meta_path.insert(0, Absent())
+package = importlib.import_module({PACKAGE!r})
+for module in pkgutil.walk_packages(package.__path__, {PACKAGE + "."!r}):
+    if module.name not in {NEED_AN_OPTIONAL_PACKAGE!r}:
+        importlib.import_module(module.name)
+"""
+
+
+def test_optional_packages_are_optional() -> None:
+    run_python(IMPORT_WITHOUT_OPTIONAL_PACKAGES)

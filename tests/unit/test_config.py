@@ -1,0 +1,405 @@
+"""Settings: every refusal with its field, value and remedy; the flag off; the environment of workers."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Mapping
+from typing import Any, get_args
+
+import pytest
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from awex_delta.config import (
+    RolloutConfig,
+    TrainEngineConfig,
+    WorldSizePolicy,
+    check_world_size,
+    resolve,
+    scrub_worker_environment,
+    settings_from_environment,
+    worker_environment,
+)
+from awex_delta.errors import ConfigError
+from awex_delta.schema import DeltaEncoding
+from awex_delta.types import DeltaSettings
+from awex_delta.wire.codec import codec_named
+
+TRAIN: Mapping[str, object] = {"backend": "megatron:d2t2", "enable_delta_weight_update": True}
+ROLLOUT: Mapping[str, object] = {"backend": "sglang:d2t2"}
+
+
+def train_config(**changes: object) -> TrainEngineConfig:
+    return TrainEngineConfig.load({**TRAIN, **changes})
+
+
+def rollout_config(**changes: object) -> RolloutConfig:
+    return RolloutConfig.load({**ROLLOUT, **changes})
+
+
+# --- what works ---------------------------------------------------------------------------------------------
+
+
+def test_defaults_resolve() -> None:
+    resolved = resolve(train_config(), rollout_config())
+    assert resolved.settings == DeltaSettings(
+        enabled=True,
+        anchor_interval=20,
+        encoding="indices",
+        allow_any_world_size=False,
+        release_grad_buffers=False,
+        timeout_seconds=300.0,
+        connect_timeout_seconds=300.0,
+    )
+    assert resolved.topology is not None
+    sizes = (resolved.topology.trainer.world_size, resolved.topology.engine.world_size)
+    assert (*sizes, resolved.topology.world_size) == (4, 4, 8)
+
+
+def test_every_setting_reaches_the_resolved_settings() -> None:
+    train = train_config(
+        weight_update_anchor_interval=0,
+        world_size_policy="any",
+        weight_update_release_grad_buffers=True,
+        weight_update_timeout_seconds=7,
+        weight_update_connect_timeout_seconds=0.5,
+    )
+    assert resolve(train, rollout_config()).settings == DeltaSettings(
+        enabled=True,
+        anchor_interval=0,
+        allow_any_world_size=True,
+        release_grad_buffers=True,
+        timeout_seconds=7.0,
+        connect_timeout_seconds=0.5,
+    )
+
+
+@pytest.mark.parametrize("backend", ["sglang:d2t2", "vllm:t4"])
+@pytest.mark.parametrize("interval", [0, 1, 2, 20])
+def test_supported_engines_and_intervals(backend: str, interval: int) -> None:
+    train = train_config(weight_update_anchor_interval=interval)
+    assert resolve(train, rollout_config(backend=backend)).settings.anchor_interval == interval
+
+
+def test_the_version_alias_is_the_same_setting() -> None:
+    assert TrainEngineConfig.load({"backend": "megatron:d2", "_version": "v1"}).version == "v1"
+    assert RolloutConfig.load({"backend": "vllm:d2", "_version": "v2", "version": "v2"}).version == "v2"
+
+
+def test_a_scheduling_strategy_may_be_its_type_alone() -> None:
+    mapping = {"type": "colocation", "target": "actor"}
+    assert rollout_config(scheduling_strategy="separation") == rollout_config()
+    assert rollout_config(scheduling_strategy=mapping).scheduling_strategy.target == "actor"
+
+
+def test_models_are_frozen() -> None:
+    with pytest.raises(ValidationError, match="frozen"):
+        train_config().backend = "megatron:d8"
+
+
+# --- refusals across settings -------------------------------------------------------------------------------
+
+CROSS_REFUSALS: list[tuple[Mapping[str, object], Mapping[str, object], list[str]]] = [
+    (
+        {"backend": "fsdp:d4"},
+        {},
+        [
+            "train.backend = 'fsdp:d4'",
+            "not one of megatron",
+            "Remedy: write an allocation such as megatron:d2p1t4",
+        ],
+    ),
+    (
+        {"backend": "megatron:d2x2"},
+        {},
+        ["train.backend = 'megatron:d2x2'", "'x2' at character 12", "Remedy: write an allocation"],
+    ),
+    (
+        {"backend": "megatron:(attn:d4|ffn:e2)"},
+        {},
+        ["train.backend = ", "'attn:d4' covers 4", "'ffn:e2' covers 2", "Remedy:"],
+    ),
+    (
+        {},
+        {"backend": "trtllm:t4"},
+        [
+            "rollout.backend = 'trtllm:t4'",
+            "not one of sglang, vllm",
+            "Remedy: write an allocation such as sglang:",
+        ],
+    ),
+    ({"version": "v1"}, {}, ["train.version = 'v1'", "both sides", "Remedy: set version: v2"]),
+    ({}, {"_version": "v1"}, ["rollout.version = 'v1'", "both sides", "Remedy: set version: v2"]),
+    (
+        {"weight_update_mode": "disk"},
+        {},
+        ["train.weight_update_mode = 'disk'", "only AWEX", "Remedy: set weight_update_mode: awex"],
+    ),
+    ({"weight_update_mode": "xccl"}, {}, ["train.weight_update_mode = 'xccl'", "weight_update_mode: awex"]),
+    (
+        {},
+        {"scheduling_strategy": {"type": "colocation", "target": "actor"}},
+        [
+            "rollout.scheduling_strategy.type = 'colocation'",
+            "shares its memory",
+            "Remedy: set scheduling_strategy: separation",
+        ],
+    ),
+    ({"use_lora": True}, {}, ["train.use_lora = True", "adapters", "Remedy: set use_lora: false"]),
+    (
+        {"ppo_n_minibatches": 4},
+        {},
+        [
+            "train.ppo_n_minibatches = 4",
+            "more than one optimizer step between two updates",
+            "Remedy: set ppo_n_minibatches: 1",
+        ],
+    ),
+    ({"ppo_n_minibatches": 0}, {}, ["train.ppo_n_minibatches = 0", "Remedy: set ppo_n_minibatches: 1"]),
+    (
+        {"backend": "megatron:d3"},
+        {"backend": "vllm:t2"},
+        [
+            "3 trainer + 2 engine ranks = 5",
+            "train.world_size_policy = 'power_of_two'",
+            "Remedy: change train.backend or rollout.backend so that the ranks add up to 4 or 8",
+            "world_size_policy: any",
+        ],
+    ),
+]
+
+
+@pytest.mark.parametrize(("train", "rollout", "parts"), CROSS_REFUSALS)
+def test_a_refusal_names_field_value_and_remedy(
+    train: Mapping[str, object], rollout: Mapping[str, object], parts: list[str]
+) -> None:
+    before = dict(os.environ)
+    with pytest.raises(ConfigError) as caught:
+        resolve(train_config(**train), rollout_config(**rollout))
+    for part in parts:
+        assert part in str(caught.value)
+    assert dict(os.environ) == before
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(("train", "rollout", "parts"), CROSS_REFUSALS)
+def test_with_the_flag_off_nothing_is_refused(
+    train: Mapping[str, object], rollout: Mapping[str, object], parts: list[str]
+) -> None:
+    del parts
+    off = train_config(**train, enable_delta_weight_update=False)
+    resolved = resolve(off, rollout_config(**rollout))
+    assert resolved.settings == DeltaSettings(enabled=False)
+    assert resolved.topology is None
+
+
+def test_all_refusals_are_reported_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve(
+            train_config(use_lora=True, version="v1", weight_update_mode="nccl", ppo_n_minibatches=2),
+            rollout_config(backend="tgi:d1", version="v1", scheduling_strategy="colocation"),
+        )
+    assert str(caught.value).count("Remedy: ") == 7
+
+
+# --- world sizes --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world_size", range(2, 34))
+def test_only_powers_of_two_fit_the_schedule(world_size: int) -> None:
+    powers = {2, 4, 8, 16, 32}
+    for num_trainer_ranks in range(1, world_size):
+        ranks = {"num_trainer_ranks": num_trainer_ranks, "num_engine_ranks": world_size - num_trainer_ranks}
+        check_world_size(**ranks, policy="any")
+        if world_size in powers:
+            check_world_size(**ranks, policy="power_of_two")
+            continue
+        with pytest.raises(ConfigError, match=f"ranks = {world_size}: not a power of two"):
+            check_world_size(**ranks, policy="power_of_two")
+
+
+@pytest.mark.parametrize("policy", get_args(WorldSizePolicy))
+@pytest.mark.parametrize(("trainers", "engines"), [(0, 4), (4, 0), (0, 0), (-1, 2), (0, 1)])
+def test_a_side_without_ranks_is_refused(policy: WorldSizePolicy, trainers: int, engines: int) -> None:
+    with pytest.raises(ConfigError, match="a side has no ranks"):
+        check_world_size(num_trainer_ranks=trainers, num_engine_ranks=engines, policy=policy)
+
+
+def test_the_policy_any_admits_other_sums() -> None:
+    resolved = resolve(train_config(world_size_policy="any"), rollout_config(backend="vllm:d1"))
+    assert resolved.topology is not None
+    assert resolved.topology.world_size == 5
+    assert resolved.settings.allow_any_world_size
+
+
+# --- refusals of one setting --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        ({"weight_update_anchor_interval": -1}, ["weight_update_anchor_interval = -1", "0: never"]),
+        ({"weight_update_anchor_interval": "5"}, ["weight_update_anchor_interval = '5'", "valid integer"]),
+        ({"weight_update_anchor_interval": 2.5}, ["weight_update_anchor_interval = 2.5", "valid integer"]),
+        ({"weight_update_anchor_interval": 2.0}, ["weight_update_anchor_interval = 2.0", "valid integer"]),
+        ({"weight_update_anchor_interval": True}, ["weight_update_anchor_interval = True", "valid integer"]),
+        ({"weight_update_anchor_interval": None}, ["weight_update_anchor_interval = None", "valid integer"]),
+        ({"weight_update_delta_method": "sgd"}, ["weight_update_delta_method = 'sgd'", "'adamw'"]),
+        ({"weight_update_delta_encoding": "xor"}, ["weight_update_delta_encoding = 'xor'", "'indices'"]),
+        ({"world_size_policy": "all"}, ["world_size_policy = 'all'", "'power_of_two' or 'any'"]),
+        ({"weight_update_timeout_seconds": 0}, ["weight_update_timeout_seconds = 0", "greater than 0"]),
+        ({"weight_update_timeout_seconds": math.inf}, ["weight_update_timeout_seconds = inf", "finite"]),
+        ({"weight_update_connect_timeout_seconds": -1}, ["weight_update_connect_timeout_seconds = -1"]),
+        ({"enable_delta_weight_update": "true"}, ["enable_delta_weight_update = 'true'", "valid boolean"]),
+        ({"use_lora": 1}, ["use_lora = 1", "valid boolean"]),
+        ({"backend": 8}, ["backend = 8", "valid string", "megatron:d2p1t4"]),
+        ({"version": 2}, ["version = 2", "valid string", "Deltas need `v2`"]),
+        ({"anchor_interval": 5}, ["anchor_interval = 5", "did you mean weight_update_anchor_interval?"]),
+        ({"enable_delta_weight_updates": True}, ["did you mean enable_delta_weight_update?"]),
+        ({"zzz": 1}, ["zzz = 1", "remove it; known settings: backend, version"]),
+        ({3: 1}, ["3 = 1", "remove it"]),
+        ({"version": "v2", "_version": "v1"}, ["version = 'v2' and _version = 'v1'", "Remedy: keep one"]),
+    ],
+)
+def test_a_wrong_setting_is_refused_when_it_is_given(changes: dict[Any, object], parts: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        TrainEngineConfig.load({**TRAIN, **changes})
+    for part in [*parts, "Remedy: "]:
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        ({"scheduling_strategy": "shared"}, ["scheduling_strategy.type = 'shared'", "'colocation'"]),
+        ({"scheduling_strategy": {"typ": "separation"}}, ["scheduling_strategy.typ = 'separation'"]),
+        ({"scheduling_strategy": 1}, ["scheduling_strategy = 1"]),
+        ({"enable_delta_weight_update": True}, ["enable_delta_weight_update = True", "remove it"]),
+    ],
+)
+def test_a_wrong_rollout_setting_is_refused(changes: dict[str, object], parts: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        rollout_config(**changes)
+    for part in [*parts, "Remedy: "]:
+        assert part in str(caught.value)
+
+
+def test_keywords_are_refused_as_loaded_data_is() -> None:
+    with pytest.raises(ConfigError, match="weight_update_anchor_interval = -1"):
+        TrainEngineConfig(backend="megatron:d2", weight_update_anchor_interval=-1)
+    with pytest.raises(ConfigError, match=re.escape("backend is missing. Remedy: Allocation string")):
+        TrainEngineConfig.load({})
+
+
+def test_every_encoding_in_the_settings_exists() -> None:
+    for name in get_args(DeltaEncoding):
+        assert codec_named(name).name == name
+
+
+# --- the environment of workers -----------------------------------------------------------------------------
+
+
+def test_worker_environment_by_default() -> None:
+    before = dict(os.environ)
+    assert worker_environment(resolve(train_config(), rollout_config())) == {
+        "DTE_SEPARATION_WEIGHT_UPDATE": "1",
+        "DTE_DELTA_TRANSFER": "1",
+        "DTE_DELTA_ANCHOR_INTERVAL": "20",
+        "DTE_STREAMING_RECONSTRUCT": "1",
+    }
+    assert dict(os.environ) == before
+
+
+def test_inherited_variables_mean_nothing_with_the_flag_off(clean_env: pytest.MonkeyPatch) -> None:
+    on = worker_environment(resolve(train_config(), rollout_config()))
+    for name, value in on.items():
+        clean_env.setenv(name, value)
+    clean_env.setenv("DTE_SOMETHING_ELSE", "kept")
+    assert settings_from_environment().enabled
+    off = resolve(train_config(enable_delta_weight_update=False), rollout_config())
+    started_with = scrub_worker_environment() | worker_environment(off)
+    assert not on.keys() & started_with.keys()
+    assert started_with["DTE_SOMETHING_ELSE"] == "kept"
+    assert settings_from_environment(started_with) == off.settings
+    assert os.environ["DTE_DELTA_TRANSFER"] == "1"
+
+
+@given(
+    interval=st.integers(min_value=0, max_value=10**6),
+    policy=st.sampled_from(get_args(WorldSizePolicy)),
+    release=st.booleans(),
+    timeout=st.floats(min_value=1e-9, max_value=1e9),
+    connect_timeout=st.floats(min_value=1e-9, max_value=1e9),
+)
+def test_workers_read_back_what_was_resolved(
+    *, interval: int, policy: str, release: bool, timeout: float, connect_timeout: float
+) -> None:
+    train = train_config(
+        weight_update_anchor_interval=interval,
+        world_size_policy=policy,
+        weight_update_release_grad_buffers=release,
+        weight_update_timeout_seconds=timeout,
+        weight_update_connect_timeout_seconds=connect_timeout,
+    )
+    resolved = resolve(train, rollout_config())
+    assert settings_from_environment(worker_environment(resolved)) == resolved.settings
+
+
+ON = {"DTE_SEPARATION_WEIGHT_UPDATE": "1", "DTE_DELTA_TRANSFER": "1", "DTE_STREAMING_RECONSTRUCT": "1"}
+FULL = {**ON, "DTE_DELTA_ANCHOR_INTERVAL": "20"}
+
+
+@pytest.mark.parametrize(
+    ("value", "enabled"),
+    [("1", True), ("true", True), ("True", True), ("0", False), ("false", False), ("", False)],
+)
+def test_flags_are_read_strictly(value: str, enabled: bool) -> None:
+    assert settings_from_environment({**FULL, "DTE_DELTA_TRANSFER": value}).enabled is enabled
+
+
+def test_an_empty_environment_means_off() -> None:
+    assert settings_from_environment({}) == DeltaSettings(enabled=False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        ({"DTE_DELTA_TRANSFER": "yes"}, ["DTE_DELTA_TRANSFER is 'yes'", "1, true, True, 0, false"]),
+        ({"DTE_DELTA_TRANSFER": "TRUE"}, ["DTE_DELTA_TRANSFER is 'TRUE'"]),
+        ({"DTE_DELTA_TRANSFER": " 1"}, ["DTE_DELTA_TRANSFER is ' 1'"]),
+        ({"DTE_SEPARATION_WEIGHT_UPDATE": "0"}, ["DTE_SEPARATION_WEIGHT_UPDATE is '0'", "must be on"]),
+        ({"DTE_SEPARATION_WEIGHT_UPDATE": None}, ["DTE_SEPARATION_WEIGHT_UPDATE is not set", "must be on"]),
+        ({"DTE_STREAMING_RECONSTRUCT": ""}, ["DTE_STREAMING_RECONSTRUCT is ''", "must be on"]),
+        ({"DTE_DELTA_ANCHOR_INTERVAL": "-1"}, ["DTE_DELTA_ANCHOR_INTERVAL is '-1'", "whole number"]),
+        ({"DTE_DELTA_ANCHOR_INTERVAL": "2.0"}, ["DTE_DELTA_ANCHOR_INTERVAL is '2.0'"]),
+        ({"DTE_DELTA_ANCHOR_INTERVAL": ""}, ["DTE_DELTA_ANCHOR_INTERVAL is ''"]),
+        ({"DTE_DELTA_ANCHOR_INTERVAL": None}, ["DTE_DELTA_ANCHOR_INTERVAL is not set"]),
+        ({"DTE_DELTA_ANCHOR_INTERVAL": "9" * 5000}, ["whole number"]),
+        ({"DTE_DELTA_ENCODING": "xor"}, ["DTE_DELTA_ENCODING is 'xor'", "indices"]),
+        ({"DTE_TIMEOUT_SECONDS": "nan"}, ["DTE_TIMEOUT_SECONDS is 'nan'", "positive number"]),
+        ({"DTE_TIMEOUT_SECONDS": "soon"}, ["DTE_TIMEOUT_SECONDS is 'soon'"]),
+        ({"DTE_CONNECT_TIMEOUT_SECONDS": "0"}, ["DTE_CONNECT_TIMEOUT_SECONDS is '0'"]),
+        ({"DTE_DELTA_TRANFER": "1"}, ["DTE_DELTA_TRANFER is not known", "rename it to DTE_DELTA_TRANSFER"]),
+        ({"dte_delta_transfer": "1"}, ["dte_delta_transfer is not known"]),
+    ],
+)
+def test_a_wrong_worker_environment_is_refused(changes: Mapping[str, str | None], parts: list[str]) -> None:
+    merged = {**FULL, **changes}
+    environ = {name: value for name, value in merged.items() if value is not None}
+    with pytest.raises(ConfigError) as caught:
+        settings_from_environment(environ)
+    for part in [*parts, "Remedy: "]:
+        assert part in str(caught.value)
+
+
+def test_a_misspelled_name_is_refused_even_alone() -> None:
+    with pytest.raises(ConfigError, match="rename it to DTE_DELTA_TRANSFER"):
+        settings_from_environment({"DTE_DELTA_TRANSFERS": "1"})
+
+
+def test_foreign_names_are_left_alone() -> None:
+    assert settings_from_environment({**FULL, "DTE_PROFILE": "x", "DATE": "y"}).anchor_interval == 20
