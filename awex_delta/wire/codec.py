@@ -1,0 +1,156 @@
+"""Codecs: the changed elements of many regions as one run of bytes, and back.
+
+A region is the part of one HF tensor that one sender and one receiver share. A codec sees all sparse
+regions of a frame at once, so that a frame costs a few tensor operations and not a few a region.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from awex_delta.errors import ConfigError, CorruptFrameError
+
+INT32_LIMIT = 2**31
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegionChange:
+    """What changed in one region.
+
+    numel: elements in the region.
+    value: wire dtype [n], the new values.
+    index: int64 [n], strictly ascending flat positions in the region; None when the whole region is
+        sent (then n == numel).
+    code: int8 [n], steps in units in the last place, -128 where none is stated; None when the sender
+        has no codes (whole regions, received changes).
+    """
+
+    numel: int
+    value: torch.Tensor
+    index: torch.Tensor | None = None
+    code: torch.Tensor | None = None
+
+
+class Codec(Protocol):
+    """One encoding of sparse regions. Pure: bytes depend on the arguments alone."""
+
+    name: str
+    number: int
+
+    def encode(self, changes: Sequence[RegionChange], dtype: torch.dtype) -> torch.Tensor:
+        """Pack sparse regions (index is not None) into uint8 [n] on the CPU."""
+
+    def decode(
+        self, body: torch.Tensor, counts: Sequence[int], numels: Sequence[int], dtype: torch.dtype
+    ) -> list[RegionChange]:
+        """Unpack what `encode` packed.
+
+        Args:
+            body: uint8 [n], beginning at a multiple of 8 in its storage.
+            counts: changed elements of each region.
+            numels: elements of each region.
+            dtype: wire dtype of the values.
+
+        Raises:
+            CorruptFrameError: the body does not fit the counts, or a position is out of place.
+        """
+
+
+def check_positions(index: torch.Tensor, counts: Sequence[int], numels: Sequence[int]) -> None:
+    """Refuse positions that are negative, beyond their region, repeated or out of order.
+
+    Args:
+        index: int64 [sum of counts], the positions of all regions one after the other.
+        counts, numels: changed elements and size of each region.
+
+    Raises:
+        CorruptFrameError: names the first bad region.
+    """
+    if not index.numel():
+        return
+    count = torch.tensor(counts, dtype=torch.int64)
+    region = torch.repeat_interleave(torch.arange(count.numel()), count)
+    bad = (index < 0) | (index >= torch.tensor(numels, dtype=torch.int64)[region])
+    bad[1:] |= (index[1:] <= index[:-1]) & (region[1:] == region[:-1])
+    if bool(bad.any()):
+        where = int(bad.nonzero()[0])
+        raise CorruptFrameError(
+            f"position {int(index[where])} in region {int(region[where])} of {numels[int(region[where])]} "
+            "elements is out of range, repeated or out of order"
+        )
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a contiguous tensor as uint8, without a copy where it lies on the CPU."""
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+
+
+class IndicesCodec:
+    """`indices`: int32 position (int64 where a region needs it) and new value. Idempotent."""
+
+    name = "indices"
+    number = 1
+
+    def encode(self, changes: Sequence[RegionChange], dtype: torch.dtype) -> torch.Tensor:
+        """Positions of all regions, then values of all regions, each padded to 8 bytes."""
+        if not changes:
+            return torch.empty(0, dtype=torch.uint8)
+        index = torch.cat([change.index for change in changes if change.index is not None])
+        value = torch.cat([change.value for change in changes]).to(dtype)
+        streams = (as_bytes(index.to(_index_dtype([change.numel for change in changes]))), as_bytes(value))
+        return torch.cat([pad_to_word(stream) for stream in streams])
+
+    def decode(
+        self, body: torch.Tensor, counts: Sequence[int], numels: Sequence[int], dtype: torch.dtype
+    ) -> list[RegionChange]:
+        """See `Codec.decode`."""
+        total = sum(counts)
+        index_dtype = _index_dtype(numels)
+        index_bytes = total * index_dtype.itemsize
+        value_bytes = total * dtype.itemsize
+        value_start = index_bytes + padding(index_bytes)
+        if body.numel() != value_start + value_bytes + padding(value_bytes):
+            raise CorruptFrameError(f"{body.numel()} bytes cannot hold {total} changed elements")
+        index = body[:index_bytes].view(index_dtype).to(torch.int64)
+        value = body[value_start : value_start + value_bytes].view(dtype)
+        check_positions(index, counts, numels)
+        split_index, split_value = torch.split(index, list(counts)), torch.split(value, list(counts))
+        return [
+            RegionChange(numel=numel, index=i, value=v)
+            for numel, i, v in zip(numels, split_index, split_value, strict=True)
+        ]
+
+
+def _index_dtype(numels: Sequence[int]) -> torch.dtype:
+    return torch.int32 if max(numels, default=0) <= INT32_LIMIT else torch.int64
+
+
+def padding(length: int) -> int:
+    """Bytes to add so that what follows begins at a multiple of 8."""
+    return -length % 8
+
+
+def pad_to_word(stream: torch.Tensor) -> torch.Tensor:
+    """uint8 [n] followed by zeros up to a multiple of 8 bytes."""
+    missing = padding(stream.numel())
+    return torch.cat([stream, stream.new_zeros(missing)]) if missing else stream
+
+
+CODECS: Mapping[str, Codec] = {codec.name: codec for codec in (IndicesCodec(),)}
+
+
+def codec_named(name: str) -> Codec:
+    """The codec called `name`.
+
+    Raises:
+        ConfigError: there is no such codec.
+    """
+    if name not in CODECS:
+        raise ConfigError(
+            f"weight_update_delta_encoding={name!r} is unknown: choose one of {', '.join(sorted(CODECS))}"
+        )
+    return CODECS[name]
