@@ -1,0 +1,312 @@
+"""Every collective, every send and receive, every timeout.
+
+One `Comm` is one rank's seat in the transfer world: engine ranks first (0 .. I-1), then trainer ranks
+(I .. I+T-1), as AWEX counts them. Its Gloo group lives for one *epoch*. A group in which a wait failed
+is never used again: the rank closes it, opens the next epoch in the store, and every rank meets there
+at its next update. A restarted process does the same, which is how it joins again.
+
+Keys in the store, below the rendezvous name:
+
+    epoch                   the current epoch, moved by compare-and-set only
+    EPOCH/cause             what a rank was doing as it opened the epoch, such as "version 7"
+    EPOCH/seat/RANK         who sits there; a second life of the same rank opens a new epoch
+    EPOCH/at/RANK           the phase that the rank entered last, so an error can name who is missing
+"""
+
+from __future__ import annotations
+
+import json
+import traceback
+import uuid
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+from awex.transfer.nccl_comm import batch_send_recv, nccl_build_recv_ops, nccl_build_send_ops
+from awex.transfer.transfer_plan import TransferPlan
+from awex.util.process_group import init_custom_process_group
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from awex_delta.errors import ConnectError, PeerError
+from awex_delta.rendezvous import Rendezvous, first_line
+
+
+class Comm:
+    """One rank's seat in the transfer world. Not thread-safe."""
+
+    def __init__(
+        self,
+        rendezvous: Rendezvous,
+        seat: int,
+        *,
+        timeout_seconds: float,
+        connect_timeout_seconds: float,
+        device: torch.device | None = None,
+    ) -> None:
+        """Take a seat; nothing is opened before `connect`.
+
+        Args:
+            rendezvous: where the ranks meet.
+            seat: transfer rank.
+            timeout_seconds: longest wait for a peer in one operation.
+            connect_timeout_seconds: longest wait for all ranks to arrive in `connect`.
+            device: where weights live. On CUDA, weights travel over NCCL and frames and agreements
+                over Gloo; on the CPU everything travels over Gloo.
+        """
+        self.rendezvous = rendezvous
+        self.seat = seat
+        self.epoch = -1
+        self.purpose = "connect"
+        self.trace: list[str] = []
+        self._device = device or torch.device("cpu")
+        self._timeout = timedelta(seconds=timeout_seconds)
+        self._connect_timeout = timedelta(seconds=connect_timeout_seconds)
+        self._store: Store | None = None
+        self._group: dist.ProcessGroup | None = None
+        self._weights_group: dist.ProcessGroup | None = None
+
+    def usable(self, purpose: str) -> bool:
+        """True while this rank's group can be used; False when `connect` is due.
+
+        Args:
+            purpose: what this rank begins, such as "version 7".
+
+        Raises:
+            PeerError: another rank already gave up this same purpose, so nobody would answer. Said
+                once; the next call finds the way to the new epoch.
+
+        Collective: no.
+        """
+        self.purpose = purpose
+        current = self._read_epoch()
+        if current == self.epoch:
+            return self._group is not None
+        seen, self.epoch = self.epoch, current
+        self._leave()
+        if seen >= 0 and self._cause(current) == purpose:
+            raise PeerError(
+                f"seat {self.seat}: {purpose} was given up by another rank before this one began it"
+            )
+        return False
+
+    def connect(self) -> None:
+        """Join the current epoch, or open a new one where this seat was taken before.
+
+        Raises:
+            ConnectError: not every rank arrived in time; names those that did not.
+
+        Collective: yes, over all transfer ranks.
+        """
+        self._leave()
+        store = self._open_store()
+        life = uuid.uuid4().hex
+        epoch = self._read_epoch()
+        while store.compare_set(f"{epoch}/seat/{self.seat}", "", life).decode() != life:
+            self._open_epoch_after(epoch)
+            epoch = self._read_epoch()
+        self.epoch = epoch
+        try:
+            self._group = self._new_group("gloo", self._connect_timeout)
+            self.barrier("connect")
+            # The wait for stragglers above is longer than any wait inside an update.
+            c10d._set_pg_timeout(self._timeout, self._group)  # noqa: SLF001 - torch has no public name for it
+            if self._device.type == "cuda":
+                self._weights_group = self._new_group("nccl", self._timeout)
+        except (RuntimeError, PeerError) as error:
+            seats = range(self.rendezvous.world_size)
+            missing = [seat for seat in seats if not store.check([f"{epoch}/seat/{seat}"])]
+            self._open_epoch_after(epoch)  # whoever comes late finds no half-open group
+            self.abandon()
+            waited = self._connect_timeout.total_seconds()
+            raise ConnectError(
+                f"seat {self.seat}: {self.rendezvous.name_seats(missing)} did not arrive within {waited:g} s "
+                f"(is enable_delta_weight_update on on both sides?): {first_line(error)}"
+            ) from error
+
+    def abandon(self) -> None:
+        """Give this epoch up after a failed wait: close the group, let all ranks meet in the next one."""
+        if self._store is not None and self._group is not None:
+            with suppress(RuntimeError):  # a store that is gone cannot be told
+                self._open_epoch_after(self.epoch)
+        self.epoch = -1
+        self._leave()
+
+    def close(self) -> None:
+        """Leave for good. Peers that still wait here fail at once. Collective: no."""
+        self.abandon()
+        self._store = None
+
+    def barrier(self, phase: str) -> None:
+        """Wait until every rank is here. Raises PeerError. Collective: yes, over all transfer ranks."""
+        self.gather(b"", width=8, phase=phase)
+
+    def gather(self, row: bytes, *, width: int, phase: str) -> list[bytes]:
+        """Give one fixed-size row to every rank and get all rows, by transfer rank.
+
+        Args:
+            row: at most `width` - 4 bytes.
+            width: bytes of a row on the wire, the same on every rank.
+            phase: names the call in errors.
+
+        Raises:
+            PeerError: a rank did not arrive in time, or went away.
+
+        Collective: yes, over all transfer ranks.
+        """
+        if len(row) > width - 4:
+            raise ValueError(f"row of {len(row)} bytes does not fit {width}")
+        mine = torch.zeros(width, dtype=torch.uint8)
+        mine[:4] = torch.tensor(list(len(row).to_bytes(4, "little")), dtype=torch.uint8)
+        if row:
+            mine[4 : 4 + len(row)] = torch.frombuffer(bytearray(row), dtype=torch.uint8)
+        rows = [torch.empty(width, dtype=torch.uint8) for _ in range(self.rendezvous.world_size)]
+        self._wait(lambda group: dist.all_gather(rows, mine, group=group, async_op=True), phase)
+        blobs = [bytes(one.numpy()) for one in rows]
+        return [blob[4 : 4 + int.from_bytes(blob[:4], "little")] for blob in blobs]
+
+    def gather_json(self, value: Any, *, phase: str) -> list[Any]:
+        """Give any JSON value to every rank and get all, by transfer rank: sizes first, then the text.
+
+        Raises:
+            PeerError: a rank did not arrive in time, or went away.
+
+        Collective: yes, over all transfer ranks.
+        """
+        text = json.dumps(value).encode()
+        sizes = [
+            int.from_bytes(r, "little")
+            for r in self.gather(len(text).to_bytes(8, "little"), width=16, phase=phase)
+        ]
+        return [json.loads(blob) for blob in self.gather(text, width=max(sizes) + 4, phase=phase)]
+
+    def send(self, payload: torch.Tensor, peer: int, *, phase: str) -> None:
+        """Send a contiguous uint8 tensor whose size the peer knows. Raises PeerError."""
+        self._wait(lambda group: dist.isend(payload, peer, group=group), phase, peer)
+
+    def receive(self, num_bytes: int, peer: int, *, phase: str) -> torch.Tensor:
+        """Receive exactly `num_bytes` from `peer` into a new uint8 tensor. Raises PeerError.
+
+        The size must be agreed before: Gloo takes a short message for a long one without a word.
+        """
+        buffer = torch.empty(num_bytes, dtype=torch.uint8)
+        self._wait(lambda group: dist.irecv(buffer, peer, group=group), phase, peer)
+        return buffer
+
+    def send_weights(self, tensors: dict[str, torch.Tensor], plan: TransferPlan, *, phase: str) -> None:
+        """AWEX's dense path, the sending half: every overlap of `plan`, whole. Raises PeerError."""
+        self._dense(lambda group: nccl_build_send_ops(tensors, plan, group, copy_rank=None)[0], (), phase)
+
+    def receive_weights(self, tensors: dict[str, torch.Tensor], plan: TransferPlan, *, phase: str) -> None:
+        """AWEX's dense path, the receiving half: writes into `tensors` in place. Raises PeerError."""
+        copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+        def build(group: dist.ProcessGroup) -> list[dist.P2POp]:
+            ops, pairs, _ = nccl_build_recv_ops(tensors, plan, group)
+            copies.extend(pairs)
+            return list(ops)
+
+        self._dense(build, copies, phase)
+
+    def _dense(
+        self,
+        build: Callable[[dist.ProcessGroup], list[dist.P2POp]],
+        copies: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        phase: str,
+    ) -> None:
+        self._mark(phase)
+        try:
+            batch_send_recv(send_ops=build(self._usable_group(weights=True)), recv_ops=[], use_group=True)
+        except RuntimeError as error:
+            raise self._peer_error(phase, None, error) from error
+        for target, received in copies:
+            target.copy_(received)
+
+    def _wait(
+        self, start: Callable[[dist.ProcessGroup], dist.Work | None], phase: str, peer: int | None = None
+    ) -> None:
+        self._mark(phase)
+        try:
+            work = start(self._usable_group())
+            if work is not None:
+                work.wait(self._connect_timeout if phase == "connect" else self._timeout)
+        except RuntimeError as error:
+            work = None  # it would keep the sockets open
+            raise self._peer_error(phase, peer, error) from error
+
+    def _usable_group(self, *, weights: bool = False) -> dist.ProcessGroup:
+        group = self._weights_group or self._group if weights else self._group
+        if group is None:
+            raise RuntimeError("the group is closed")
+        return group
+
+    def _peer_error(self, phase: str, peer: int | None, error: Exception) -> PeerError:
+        late = [rank for rank in range(self.rendezvous.world_size) if not self._reached(rank, phase)]
+        if peer is not None and peer not in late:
+            late = [peer]
+        traceback.clear_frames(error.__traceback__)  # peers see sockets close once nothing holds the group
+        self.abandon()
+        who = self.rendezvous.name_seats(late) if late else "a peer"
+        limit = self._timeout.total_seconds()
+        return PeerError(
+            f"seat {self.seat} waited in phase {phase!r} for {who} (limit {limit:g} s): {first_line(error)}"
+        )
+
+    def _mark(self, phase: str) -> None:
+        """Leave a trace of the phase, here and for the peers' error messages."""
+        if not self.trace or self.trace[-1] != phase:
+            self.trace.append(phase)
+            del self.trace[:-64]
+            if self._store is not None:
+                with suppress(RuntimeError):
+                    self._store.set(f"{self.epoch}/at/{self.seat}", phase)
+
+    def _reached(self, rank: int, phase: str) -> bool:
+        key = f"{self.epoch}/at/{rank}"
+        try:
+            return (
+                self._store is not None
+                and self._store.check([key])
+                and self._store.get(key).decode() == phase
+            )
+        except RuntimeError:
+            return False
+
+    def _open_store(self) -> Store:
+        if self._store is None:
+            self._store = self.rendezvous.open_store(self._connect_timeout)
+        return self._store
+
+    def _read_epoch(self) -> int:
+        return int(self._open_store().compare_set("epoch", "", "0"))
+
+    def _open_epoch_after(self, epoch: int) -> None:
+        store = self._open_store()
+        store.compare_set(f"{epoch + 1}/cause", "", self.purpose)
+        store.compare_set("epoch", str(epoch), str(epoch + 1))
+
+    def _cause(self, epoch: int) -> str:
+        key = f"{epoch}/cause"
+        store = self._open_store()
+        return store.get(key).decode() if store.check([key]) else ""
+
+    def _new_group(self, backend: str, timeout: timedelta) -> dist.ProcessGroup:
+        group: dist.ProcessGroup = init_custom_process_group(
+            backend=backend,
+            store=PrefixStore(f"{self.epoch}/{backend}", self._open_store()),
+            world_size=self.rendezvous.world_size,
+            rank=self.seat,
+            group_name=f"{self.rendezvous.name}/{self.epoch}/{backend}",
+            timeout=timeout,
+        )
+        return group
+
+    def _leave(self) -> None:
+        for group in (self._group, self._weights_group):
+            if group is not None:
+                with suppress(RuntimeError):  # closing a broken group may complain; it is gone either way
+                    dist.destroy_process_group(group)
+        self._group = self._weights_group = None

@@ -1,0 +1,260 @@
+"""The engine's half of one update."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from awex_delta.comm import Comm
+from awex_delta.engines.tensors import scatter_into
+from awex_delta.plan.ledger import EngineLedger
+from awex_delta.plan.regions import Region
+from awex_delta.plan.specs import EngineSpec, TensorSpec, dtype_name
+from awex_delta.rendezvous import Rendezvous
+from awex_delta.session import Decision, Proposal, Session, Stopwatch, check_arrived
+from awex_delta.types import DeltaSettings, EngineView, Kind, UpdateStats
+from awex_delta.wire.codec import RegionChange
+from awex_delta.wire.frame import FrameIdentity, unpack_frame
+
+logger = logging.getLogger(__name__)
+
+Staged = list[tuple[Region, RegionChange]]
+
+
+class Receiver:
+    """Keeps one engine rank identical to the trainer. One object an engine rank.
+
+    Example:
+        >>> receiver = Receiver(view, rendezvous, 0, "a", settings)  # doctest: +SKIP
+        >>> receiver.connect()  # doctest: +SKIP
+        >>> stats = receiver.update_weights(version)  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        view: EngineView,
+        rendezvous: Rendezvous,
+        engine_rank: int,
+        engine: str,
+        settings: DeltaSettings,
+        *,
+        on_phase: Callable[[str], None] | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        """Check the arguments; nothing is opened before `connect`.
+
+        Args:
+            view: the engine's adapter.
+            rendezvous: where the ranks meet; the same on all of them.
+            engine_rank: this rank among all engine ranks of the pairing, from 0.
+            engine: name of the engine instance; ranks that share it hold one model together.
+            settings: as both sides resolved them.
+            on_phase: called as each local phase begins; what it raises counts as a failure there.
+            device: where the weights live, None for the CPU.
+
+        Raises:
+            ConfigError: a rank or the world size is not allowed.
+
+        Collective: no.
+        """
+        self._view = view
+        self._rank = engine_rank
+        self._engine = engine
+        self._comm = Comm(
+            rendezvous,
+            rendezvous.engine_seat(engine_rank),
+            timeout_seconds=settings.timeout_seconds,
+            connect_timeout_seconds=settings.connect_timeout_seconds,
+            device=device,
+        )
+        self._session = Session(self._comm, settings, self._describe, on_phase)
+        self._ledger = EngineLedger()
+        self._targets: dict[str, torch.Tensor] = {}
+
+    @property
+    def version(self) -> int | None:
+        """The committed version whose weights this rank holds; None before the first."""
+        return self._ledger.version
+
+    @property
+    def ready(self) -> bool:
+        """True when the weights are exactly `version`, so they may be served."""
+        return self._ledger.ready
+
+    @property
+    def comm(self) -> Comm:
+        """This rank's seat, for tests and diagnosis."""
+        return self._comm
+
+    def invalidate(self) -> None:
+        """Say that the weights were lost or replaced (sleep, reload): the next update is full.
+
+        Collective: no.
+        """
+        self._ledger = EngineLedger()
+
+    def connect(self) -> None:
+        """Meet the trainer, agree on the plan, refuse what does not fit. Idempotent.
+
+        Raises:
+            ConnectError: a rank is missing, or the two sides do not fit. No weight was touched.
+
+        Collective: yes, over all transfer ranks.
+        """
+        self._session.ensure_connected("connect")
+
+    def update_weights(self, version: int) -> UpdateStats:
+        """Take part in one update; the counterpart of `Sender.update_weights`.
+
+        Args:
+            version: the same as on every other rank.
+
+        Returns:
+            What this rank did. Its weights are `version` now, and `ready` is True.
+
+        Raises:
+            ConnectError: ranks are missing, or do not fit.
+            UpdateError: the update did not commit. `ready` tells whether the weights are still the
+                version before; where a write had begun, they are not served until a full sync.
+
+        Collective: yes, over all transfer ranks.
+        """
+        watch = Stopwatch()
+        self._session.ensure_connected(f"version {version}")
+        watch.lap("connect")
+        held = self._ledger
+        decision = self._session.propose(
+            Proposal(role="engine", version=version, run_id=held.run_id, held=held.version, dirty=held.dirty)
+        )
+        watch.lap("propose")
+        if decision.verdict.kind is Kind.DELTA:
+            num_bytes, num_elements, failure = self._receive_delta(decision, watch)
+        else:
+            num_bytes, num_elements, failure = self._receive_full(watch)
+        facts = self._session.agree("apply", failure, applied=num_elements)
+        check_arrived(facts)
+        watch.lap("apply")
+        self._commit(decision)
+        stats = UpdateStats(
+            version=version,
+            verdict=decision.verdict,
+            wire_bytes=num_bytes,
+            num_elements=num_elements,
+            total_wire_bytes=sum(fact.get("bytes", 0) for fact in facts),
+            total_changed=sum(fact.get("changed", 0) for fact in facts),
+            total_owned=sum(fact.get("owned", 0) for fact in facts),
+            full_bytes=self._session.plan.full_bytes,
+            seconds=watch.seconds,
+        )
+        logger.log(
+            logging.INFO if self._rank == 0 else logging.DEBUG,
+            "version %d: %s; received %d bytes in %.3f s",
+            version,
+            decision.verdict,
+            num_bytes,
+            sum(stats.seconds.values()),
+        )
+        return stats
+
+    def close(self) -> None:
+        """Leave the pairing; the weights stay as they are. Collective: no."""
+        self._comm.close()
+
+    def _describe(self, agreed: Mapping[str, Any]) -> Mapping[str, Any]:
+        tensors = self._view.tensors()
+        self._targets = {tensor.name: tensor.view for tensor in tensors if tensor.tied_to is None}
+        return EngineSpec(
+            rank=self._rank,
+            engine=self._engine,
+            agreed=dict(agreed),
+            tensors=tuple(
+                TensorSpec(
+                    name=tensor.name,
+                    dtype=dtype_name(tensor.view.dtype),
+                    shape=tuple(tensor.view.shape),
+                    global_shape=tensor.global_shape,
+                    global_offset=tensor.global_offset,
+                    tied_to=tensor.tied_to,
+                )
+                for tensor in tensors
+            ),
+        ).model_dump(mode="json")
+
+    def _receive_delta(self, decision: Decision, watch: Stopwatch) -> tuple[int, int, str]:
+        """Stage every frame, agree, then write. Nothing is written before all ranks have staged."""
+        self._session.agree("encode", "")
+        watch.lap("encode")
+        frames: list[tuple[int, torch.dtype, torch.Tensor]] = []
+        for dtype in self._session.plan.dtypes:
+            matrix = self._session.exchange_sizes(dtype, {})
+            for meeting in self._session.meetings:
+                size = matrix[meeting.sender][self._comm.seat]
+                if meeting.receiver == self._comm.seat and size:
+                    frame = self._comm.receive(size, meeting.sender, phase=f"send {dtype}")
+                    frames.append((meeting.sender, dtype, frame))
+        watch.lap("transfer")
+        staged, failure = self._session.attempt("stage", lambda: self._stage(decision, frames))
+        self._session.agree("stage", failure)
+        watch.lap("stage")
+        self._ledger = self._ledger.touch()
+        applied, failure = self._session.attempt("apply", lambda: self._apply(staged or []))
+        return sum(frame.numel() for _, _, frame in frames), applied or 0, failure
+
+    def _stage(self, decision: Decision, frames: list[tuple[int, torch.dtype, torch.Tensor]]) -> Staged:
+        staged: Staged = []
+        for sender, dtype, frame in frames:
+            identity = FrameIdentity(
+                run_id=decision.run_id,
+                base_version=decision.base,
+                target_version=decision.version,
+                plan=self._session.plan.digest,
+                sender=sender,
+                receiver=self._comm.seat,
+                dtype=dtype,
+            )
+            regions = self._session.plan.between(sender, self._comm.seat, dtype)
+            numels = [region.numel for region in regions]
+            staged.extend(
+                zip(regions, unpack_frame(frame, identity, self._session.codec, numels), strict=True)
+            )
+        return staged
+
+    def _apply(self, staged: Staged) -> int:
+        applied = 0
+        for region, change in staged:
+            if not change.value.numel():
+                continue
+            target = self._targets[region.name][region.target.slices]
+            if change.index is None:
+                target.copy_(change.value.view(target.shape))
+            else:
+                scatter_into(target, change.index, change.value)
+            applied += change.value.numel()
+        self._view.synchronize()
+        return applied
+
+    def _receive_full(self, watch: Stopwatch) -> tuple[int, int, str]:
+        """AWEX's dense path writes in place, so the engine is dirty from here to the commit."""
+        _, failure = self._session.attempt("prepare", lambda: None)
+        self._session.agree("prepare", failure)
+        watch.lap("prepare")
+        self._ledger = self._ledger.touch()
+        plan = self._session.plan.dense_plan(self._comm.seat, sending=False)
+        self._comm.receive_weights(self._targets, plan, phase="send weights")
+        watch.lap("transfer")
+        _, failure = self._session.attempt("apply", self._view.synchronize)
+        operations = [op for ops in plan.operations.values() for op in ops]
+        numels = [torch.Size(op.overlap_shape).numel() for op in operations]
+        widths = [op.recv_shard_meta.dtype.itemsize for op in operations]
+        return sum(n * w for n, w in zip(numels, widths, strict=True)), sum(numels), failure
+
+    def _commit(self, decision: Decision) -> None:
+        self._ledger = self._ledger.commit(decision.run_id, decision.version)
+        try:
+            self._view.committed(decision.version)
+        except BaseException:
+            self._ledger = self._ledger.touch()  # caches may be stale: not ready until a full sync
+            raise

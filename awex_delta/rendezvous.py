@@ -1,0 +1,89 @@
+"""Where the ranks of a pairing meet: seats in the transfer world, and the store that they share."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+from awex_delta.errors import ConfigError, ConnectError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rendezvous:
+    """Where the ranks of one trainer and its engines meet.
+
+    num_engine_ranks, num_trainer_ranks: ranks of each side; all of them take part in every update.
+    host, port: of the TCP store that `host_store` opened. Ignored where `store` is given.
+    name: keeps several pairings on one store apart.
+    store: an existing torch store, such as a HashStore between threads.
+    """
+
+    num_engine_ranks: int
+    num_trainer_ranks: int
+    host: str = "127.0.0.1"
+    port: int = 0
+    name: str = "awex_delta"
+    store: Store | None = None
+
+    def __post_init__(self) -> None:
+        for field in ("num_engine_ranks", "num_trainer_ranks"):
+            if getattr(self, field) < 1:
+                raise ConfigError(f"{field}={getattr(self, field)}: each side needs at least one rank")
+        if self.store is None and not 0 < self.port < 65536:
+            raise ConfigError(f"port={self.port}: give the port of the store that host_store() opened")
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of both sides together."""
+        return self.num_engine_ranks + self.num_trainer_ranks
+
+    def engine_seat(self, engine_rank: int) -> int:
+        """Transfer rank of engine rank `engine_rank` (0-based over all engines)."""
+        if not 0 <= engine_rank < self.num_engine_ranks:
+            raise ConfigError(f"engine_rank={engine_rank} is outside [0, {self.num_engine_ranks})")
+        return engine_rank
+
+    def trainer_seat(self, trainer_rank: int) -> int:
+        """Transfer rank of trainer rank `trainer_rank` (0-based over the trainer's world)."""
+        if not 0 <= trainer_rank < self.num_trainer_ranks:
+            raise ConfigError(f"trainer_rank={trainer_rank} is outside [0, {self.num_trainer_ranks})")
+        return self.num_engine_ranks + trainer_rank
+
+    def name_seats(self, seats: Sequence[int]) -> str:
+        """Transfer ranks as a person would call them: `engine rank 0, trainer rank 2`."""
+        first = self.num_engine_ranks
+        names = [f"engine rank {s}" if s < first else f"trainer rank {s - first}" for s in seats]
+        return ", ".join(names) or "some rank"
+
+    def open_store(self, timeout: timedelta) -> Store:
+        """Connect to the store. Raises ConnectError when nobody answers there."""
+        base = self.store
+        if base is None:
+            try:
+                base = TCPStore(self.host, self.port, is_master=False, timeout=timeout)
+            except RuntimeError as error:
+                raise ConnectError(
+                    f"no store answers at {self.host}:{self.port}: {first_line(error)}"
+                ) from error
+        return PrefixStore(self.name, base)
+
+
+def host_store(host: str = "127.0.0.1", port: int = 0) -> TCPStore:
+    """Open the store that a `Rendezvous` points at, in this process.
+
+    Args:
+        host: address to listen on.
+        port: 0 picks a free one; read it from `.port` of the result.
+
+    The store lives as long as the returned object does. Collective: no.
+    """
+    return TCPStore(host, port, is_master=True, wait_for_workers=False)
+
+
+def first_line(error: Exception) -> str:
+    """What an error of torch says, without the source position that Gloo puts before it."""
+    return re.sub(r"^\[\S+\] ", "", str(error).partition("\n")[0])

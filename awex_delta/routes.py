@@ -1,0 +1,172 @@
+"""From changed elements of Megatron parameters to changed elements of the plan's regions.
+
+A parameter's route is fixed at connect: AWEX's converter is proved to relocate it (then changed
+positions are mapped, and no weight is converted in an update), or it computes (then old and new are
+converted and compared where one rank knows both exactly, and the tensor is sent whole otherwise).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from awex_delta.convert import Relocation, changed_by_value, prove_relocation
+from awex_delta.numerics.ulp import UNSTATED, apply_code
+from awex_delta.plan.geometry import Box, Selection, select
+from awex_delta.plan.regions import Plan, Region
+from awex_delta.plan.specs import OutputSpec, ParamSpec, dtype_name
+from awex_delta.types import ChangeSet, Detection, TrainerView, WeightInfo
+from awex_delta.wire.codec import RegionChange
+
+Frames = dict[tuple[int, torch.dtype], list[RegionChange]]
+"""Region changes by (receiver, wire dtype), in the order of the plan."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """How one local parameter travels. relocations is None where the converter computes."""
+
+    info: WeightInfo
+    outputs: tuple[OutputSpec, ...]
+    relocations: tuple[Relocation, ...] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Changed:
+    """Changed elements of one HF tensor part: ascending flat positions, new values, codes if known."""
+
+    index: torch.Tensor
+    value: torch.Tensor
+    code: torch.Tensor | None
+
+
+def find_routes(view: TrainerView, trainer_rank: int) -> dict[str, Route]:
+    """Prove, for each local tensor, whether its converter relocates.
+
+    Args:
+        view: the trainer.
+        trainer_rank: this rank among the trainers.
+
+    Memory: a few int8 planes of one parameter at a time. Collective: no.
+    """
+    return {info.key: _find_route(view, info, trainer_rank) for info in view.weights()}
+
+
+def _find_route(view: TrainerView, info: WeightInfo, trainer_rank: int) -> Route:
+    def convert(tensor: torch.Tensor) -> Sequence[tuple[str, torch.Tensor]]:
+        return view.convert(info.key, tensor)
+
+    relocations = prove_relocation(convert, info.shape, info.dtype) if info.sparse else None
+    alone = info.owners == (trainer_rank,)
+    outputs = tuple(
+        OutputSpec(
+            name=name,
+            shape=tuple(output.shape),
+            dtype=dtype_name(output.dtype),
+            sparse=info.sparse and (relocations is not None or alone),
+        )
+        for name, output in convert(torch.empty(info.shape, dtype=info.dtype, device="meta"))
+    )
+    return Route(info=info, outputs=outputs, relocations=relocations)
+
+
+def param_specs(routes: Mapping[str, Route]) -> tuple[ParamSpec, ...]:
+    """What this rank tells the others about its parameters."""
+    return tuple(
+        ParamSpec(
+            key=key,
+            numel=torch.Size(route.info.shape).numel(),
+            owners=route.info.owners,
+            owned_start=route.info.owned_start,
+            owned_stop=route.info.owned_stop,
+            outputs=route.outputs,
+        )
+        for key, route in routes.items()
+    )
+
+
+class Router:
+    """Turns what detection found into the region changes of this rank's frames."""
+
+    def __init__(self, view: TrainerView, routes: Mapping[str, Route], plan: Plan, seat: int) -> None:
+        """Bind routes to the regions that transfer rank `seat` sends."""
+        self._view = view
+        self._routes = routes
+        self._places: dict[str, list[tuple[int, torch.dtype, int]]] = defaultdict(list)
+        self._regions: dict[tuple[int, torch.dtype], tuple[Region, ...]] = {}
+        for (sender, receiver, dtype), regions in plan.regions.items():
+            if sender == seat:
+                self._regions[receiver, dtype] = regions
+                for place, region in enumerate(regions):
+                    self._places[region.name].append((receiver, dtype, place))
+
+    def frames(self, detection: Detection) -> Frames:
+        """The content of every frame that this rank sends in a delta. Collective: no."""
+        frames: Frames = {
+            key: [_nothing(region) for region in regions] for key, regions in self._regions.items()
+        }
+        for changes in detection.changes:
+            self._add_sparse(frames, changes)
+        for key, route in self._routes.items():
+            if any(not output.sparse and output.name in self._places for output in route.outputs):
+                self._add_whole(frames, dict(self._view.convert(key, self._view.tensor(key))))
+        return frames
+
+    def _add_sparse(self, frames: Frames, changes: ChangeSet) -> None:
+        route = self._routes[changes.key]
+        if route.relocations is None:
+            if all(output.sparse for output in route.outputs):
+                self._add_by_value(frames, changes)
+            return  # otherwise the chosen sender sends it whole
+        value = self._view.tensor(changes.key).detach().reshape(-1)[changes.index]
+        for relocation in route.relocations:
+            index, pick = relocation.map(changes.index)
+            found = Changed(index=index, value=value[pick].to(relocation.dtype), code=changes.code[pick])
+            self._put(frames, relocation.name, found)
+
+    def _add_by_value(self, frames: Frames, changes: ChangeSet) -> None:
+        new = self._view.tensor(changes.key).detach()
+        if bool((changes.code == UNSTATED).any()):  # the old weight is not exactly known
+            self._add_whole(frames, dict(self._view.convert(changes.key, new)))
+            return
+        old = new.clone()
+        flat = old.view(-1)
+        flat[changes.index] = apply_code(flat[changes.index], -changes.code)
+        for name, index, output in changed_by_value(
+            lambda tensor: self._view.convert(changes.key, tensor), old, new
+        ):
+            self._put(frames, name, Changed(index=index, value=output.reshape(-1)[index], code=None))
+
+    def _put(self, frames: Frames, name: str, found: Changed) -> None:
+        """Spread the changes of one HF tensor over the regions that cut it."""
+        cuts: dict[Box, Selection] = {}
+        for receiver, dtype, place in self._places.get(name, ()):
+            region = self._regions[receiver, dtype][place]
+            if region.source not in cuts:
+                cuts[region.source] = select(found.index, region.source_shape, region.source)
+            cut = cuts[region.source]
+            frames[receiver, dtype][place] = RegionChange(
+                numel=region.numel,
+                index=cut.inner,
+                value=found.value[cut.pick],
+                code=None if found.code is None else found.code[cut.pick],
+            )
+
+    def _add_whole(self, frames: Frames, outputs: Mapping[str, torch.Tensor]) -> None:
+        for name, output in outputs.items():
+            for receiver, dtype, place in self._places.get(name, ()):
+                region = self._regions[receiver, dtype][place]
+                value = output.detach()[region.source.slices].reshape(-1)
+                frames[receiver, dtype][place] = RegionChange(numel=region.numel, value=value)
+
+
+def _nothing(region: Region) -> RegionChange:
+    """No change in `region`."""
+    return RegionChange(
+        numel=region.numel,
+        index=torch.empty(0, dtype=torch.int64),
+        value=torch.empty(0, dtype=region.dtype),
+    )

@@ -1,0 +1,293 @@
+"""The trainer's half of one update."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from awex_delta.comm import Comm
+from awex_delta.plan.ledger import TrainerLedger
+from awex_delta.plan.specs import TrainerSpec
+from awex_delta.rendezvous import Rendezvous
+from awex_delta.routes import Route, Router, find_routes, param_specs
+from awex_delta.session import Decision, Proposal, Session, Stopwatch, check_arrived
+from awex_delta.types import DeltaSettings, Detection, Kind, Reason, TrainerView, UpdateStats
+from awex_delta.wire.codec import RegionChange
+from awex_delta.wire.frame import FrameIdentity, pack_frame
+
+logger = logging.getLogger(__name__)
+
+_EXPECTED_FULL = frozenset({Reason.NONE, Reason.ANCHOR_DUE, Reason.FIRST_SYNC, Reason.DELTA_DISABLED})
+_WARN_AFTER = 3
+
+
+class Sender:
+    """Keeps the engines of one pairing identical to this trainer. One object a trainer rank.
+
+    Example:
+        >>> sender = Sender(view, rendezvous, trainer_rank=rank, settings=settings)  # doctest: +SKIP
+        >>> sender.connect()                                                         # doctest: +SKIP
+        >>> for version in range(steps):                                             # doctest: +SKIP
+        ...     train_step()
+        ...     stats = sender.update_weights(version)
+    """
+
+    def __init__(
+        self,
+        view: TrainerView,
+        rendezvous: Rendezvous,
+        trainer_rank: int,
+        settings: DeltaSettings,
+        *,
+        on_phase: Callable[[str], None] | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        """Check the arguments; nothing is opened before `connect`.
+
+        Args:
+            view: the training framework's adapter.
+            rendezvous: where the ranks meet; the same on all of them.
+            trainer_rank: this rank in the trainer's world, from 0.
+            settings: as both sides resolved them.
+            on_phase: called as each local phase begins; what it raises counts as a failure there.
+            device: where the weights live, None for the CPU.
+
+        Raises:
+            ConfigError: a rank or the world size is not allowed.
+
+        Collective: no.
+        """
+        self._view = view
+        self._rank = trainer_rank
+        self._settings = settings
+        self._comm = Comm(
+            rendezvous,
+            rendezvous.trainer_seat(trainer_rank),
+            timeout_seconds=settings.timeout_seconds,
+            connect_timeout_seconds=settings.connect_timeout_seconds,
+            device=device,
+        )
+        self._session = Session(self._comm, settings, self._describe, on_phase)
+        self._ledger = TrainerLedger(run_id=uuid.uuid4().hex)
+        self._routes: dict[str, Route] = {}
+        self._router: Router | None = None  # bound at connect
+        self._unexpected_full = 0
+
+    @property
+    def version(self) -> int | None:
+        """The last committed version, None before the first."""
+        return self._ledger.version
+
+    @property
+    def run_id(self) -> str:
+        """Identity of this trainer's life, the same on all its ranks once connected."""
+        return self._ledger.run_id
+
+    @property
+    def comm(self) -> Comm:
+        """This rank's seat, for tests and diagnosis."""
+        return self._comm
+
+    def connect(self) -> None:
+        """Meet the engines, agree on the plan, refuse what does not fit. Idempotent.
+
+        Raises:
+            ConnectError: a rank is missing, or the two sides do not fit. No weight was touched.
+
+        Collective: yes, over all transfer ranks.
+        """
+        self._join("connect")
+
+    def _join(self, purpose: str) -> None:
+        if self._session.ensure_connected(purpose) or self._router is None:
+            run_id = self._session.world.run_id
+            if run_id != self._ledger.run_id:  # rank 0 names the run
+                self._ledger = TrainerLedger(run_id=run_id)
+            self._router = Router(self._view, self._routes, self._session.plan, self._comm.seat)
+
+    def update_weights(self, version: int) -> UpdateStats:
+        """Bring every engine to the trainer's current weights, as `version`.
+
+        Call it on all trainer and engine ranks after an optimizer step. Sends a delta where all ranks
+        are sure of the base, and a full sync otherwise.
+
+        Args:
+            version: one more than the last committed one for a delta; anything else means full.
+
+        Returns:
+            What this rank did. Every rank of both sides has committed `version`, or failed.
+
+        Raises:
+            ConnectError: ranks are missing, or do not fit.
+            UpdateError: the update did not commit anywhere that this rank knows of; the next one is
+                full. Call again with any version.
+
+        Collective: yes, over all transfer ranks.
+        """
+        watch = Stopwatch()
+        try:
+            self._join(f"version {version}")
+            watch.lap("connect")
+            detection = self._detect(version)
+            watch.lap("detect")
+            decision = self._session.propose(
+                Proposal(
+                    role="trainer",
+                    version=version,
+                    run_id=self._ledger.run_id,
+                    held=self._ledger.version,
+                    reason=int(detection.reason),
+                    detail=detection.detail,
+                )
+            )
+            watch.lap("propose")
+            with self._view.transfer():
+                stats = self._send(decision, detection, watch)
+        except BaseException:
+            self._ledger = self._ledger.abort()
+            raise
+        self._ledger = self._ledger.commit(version, decision.verdict.kind)
+        self._view.committed()
+        self._report(stats)
+        return stats
+
+    def close(self) -> None:
+        """Leave the pairing. Engines keep what they hold. Collective: no."""
+        self._comm.close()
+
+    def _describe(self, agreed: Mapping[str, Any]) -> Mapping[str, Any]:
+        if not self._routes:
+            self._routes = find_routes(self._view, self._rank)
+        layout = self._view.layout()
+        return TrainerSpec(
+            rank=self._rank,
+            run_id=self._ledger.run_id,
+            agreed=dict(agreed),
+            architecture=layout.architecture,
+            rank_info=dict(layout.rank_info),
+            vocab_size=layout.vocab_size,
+            tied_embeddings=layout.tied_embeddings,
+            params=param_specs(self._routes),
+        ).model_dump(mode="json")
+
+    def _detect(self, version: int) -> Detection:
+        """What changed, or this rank's reason for a full sync. Never raises for a local cause."""
+        if not self._settings.enabled:
+            return Detection(reason=Reason.DELTA_DISABLED)
+        doubt = self._ledger.doubt(version, self._settings.anchor_interval)
+        if doubt is not Reason.NONE:
+            return Detection(reason=doubt)
+        detection, failure = self._session.attempt("detect", self._view.detect)
+        return detection or Detection(reason=Reason.DETECTION_FAILED, detail=failure)
+
+    def _send(self, decision: Decision, detection: Detection, watch: Stopwatch) -> UpdateStats:
+        if decision.verdict.kind is Kind.DELTA:
+            num_bytes, num_elements = self._send_delta(decision, detection, watch)
+        else:
+            detection = Detection()
+            num_bytes, num_elements = self._send_full(watch)
+        changed = sum(changes.num_changed for changes in detection.changes)
+        facts = self._session.agree(
+            "apply", "", sent=num_elements, bytes=num_bytes, changed=changed, owned=detection.num_owned
+        )
+        check_arrived(facts)
+        watch.lap("apply")
+        return UpdateStats(
+            version=decision.version,
+            verdict=decision.verdict,
+            wire_bytes=num_bytes,
+            num_elements=num_elements,
+            num_changed=changed,
+            num_owned=detection.num_owned,
+            total_wire_bytes=sum(fact.get("bytes", 0) for fact in facts),
+            total_changed=sum(fact.get("changed", 0) for fact in facts),
+            total_owned=sum(fact.get("owned", 0) for fact in facts),
+            full_bytes=self._session.plan.full_bytes,
+            seconds=watch.seconds,
+        )
+
+    def _send_delta(self, decision: Decision, detection: Detection, watch: Stopwatch) -> tuple[int, int]:
+        packed, failure = self._session.attempt("encode", lambda: self._pack(decision, detection))
+        self._session.agree("encode", failure)
+        watch.lap("encode")
+        frames, num_elements = packed or ({}, 0)
+        for dtype in self._session.plan.dtypes:
+            outgoing = {receiver: frame for (receiver, kind), frame in frames.items() if kind is dtype}
+            self._session.exchange_sizes(dtype, {receiver: f.numel() for receiver, f in outgoing.items()})
+            for meeting in self._session.meetings:
+                if meeting.sender == self._comm.seat and meeting.receiver in outgoing:
+                    self._comm.send(outgoing[meeting.receiver], meeting.receiver, phase=f"send {dtype}")
+        watch.lap("transfer")
+        self._session.agree("stage", "")
+        watch.lap("stage")
+        return sum(frame.numel() for frame in frames.values()), num_elements
+
+    def _pack(
+        self, decision: Decision, detection: Detection
+    ) -> tuple[dict[tuple[int, torch.dtype], torch.Tensor], int]:
+        """Frames by (receiver, dtype), and the elements in them. A frame without elements is not sent."""
+        frames: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+        total = 0
+        for (receiver, dtype), changes in (self._router.frames(detection) if self._router else {}).items():
+            count = sum(change.value.numel() for change in changes)
+            if count:
+                frames[receiver, dtype] = self._frame(decision, receiver, dtype, changes)
+                total += count
+        return frames, total
+
+    def _frame(
+        self, decision: Decision, receiver: int, dtype: torch.dtype, changes: list[RegionChange]
+    ) -> torch.Tensor:
+        identity = FrameIdentity(
+            run_id=decision.run_id,
+            base_version=decision.base,
+            target_version=decision.version,
+            plan=self._session.plan.digest,
+            sender=self._comm.seat,
+            receiver=receiver,
+            dtype=dtype,
+        )
+        return pack_frame(identity, self._session.codec, changes)
+
+    def _send_full(self, watch: Stopwatch) -> tuple[int, int]:
+        tensors, failure = self._session.attempt("prepare", self._convert_all)
+        self._session.agree("prepare", failure)
+        watch.lap("prepare")
+        plan = self._session.plan.dense_plan(self._comm.seat, sending=True)
+        self._comm.send_weights(tensors or {}, plan, phase="send weights")
+        watch.lap("transfer")
+        operations = [op for ops in plan.operations.values() for op in ops]
+        numels = [torch.Size(op.overlap_shape).numel() for op in operations]
+        widths = [op.send_shard_meta.dtype.itemsize for op in operations]
+        return sum(n * w for n, w in zip(numels, widths, strict=True)), sum(numels)
+
+    def _convert_all(self) -> dict[str, torch.Tensor]:
+        self._view.gather_params()
+        converted: dict[str, torch.Tensor] = {}
+        for key in self._routes:
+            converted.update(self._view.convert(key, self._view.tensor(key).detach()))
+        return converted
+
+    def _report(self, stats: UpdateStats) -> None:
+        self._unexpected_full = 0 if stats.verdict.reason in _EXPECTED_FULL else self._unexpected_full + 1
+        share = stats.total_changed / stats.total_owned if stats.total_owned else 0.0
+        logger.log(
+            logging.INFO if self._rank == 0 else logging.DEBUG,
+            "version %d: %s; %.2f%% of the owned elements changed, %d bytes (%.4f of a full sync), %.3f s",
+            stats.version,
+            stats.verdict,
+            100 * share,
+            stats.total_wire_bytes,
+            stats.total_wire_bytes / max(stats.full_bytes, 1),
+            sum(stats.seconds.values()),
+        )
+        if self._unexpected_full == _WARN_AFTER and self._rank == 0:
+            logger.warning(
+                "%d updates in a row were full syncs, the last because %s: deltas save nothing here",
+                self._unexpected_full,
+                stats.verdict.reason.text,
+            )

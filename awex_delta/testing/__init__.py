@@ -1,0 +1,1 @@
+"""Public fakes and helpers for tests: thread ranks, fault injection, Megatron on a CPU."""

@@ -1,0 +1,383 @@
+"""Updates that fail, on any side, in any phase: nothing moves, nobody hangs, the next is full and exact."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from awex_delta.errors import ConfigError, ConnectError, LockstepError, PeerError, UpdateAborted, UpdateError
+from awex_delta.testing.dict_engine import DictEngine
+from awex_delta.testing.faults import InjectedFault
+from awex_delta.testing.pairing import EngineSeat, Outcome, Pairing
+from awex_delta.types import Kind, Reason, UpdateStats
+from tests.ranks.conftest import DOWN, EMBED, NORM, Q_PROJ, SETTINGS, SHAPES, train, wrong
+
+Make = Callable[..., Pairing]
+TRAINER, ENGINE = 4, 1
+"""Transfer ranks of a trainer and of an engine rank (three engine ranks come first)."""
+
+
+def ready(pairing: Pairing) -> Pairing:
+    """Two committed versions, and one more step to send."""
+    for version in range(2):
+        train(pairing)
+        pairing.commit(version)
+    train(pairing)
+    return pairing
+
+
+def errors(outcome: list[Outcome]) -> list[type]:
+    return [type(one) for one in outcome]
+
+
+def check_recovery(pairing: Pairing, version: int, reason: Reason) -> None:
+    """The next update is full for `reason`, exact, and followed by a delta."""
+    stats = pairing.commit(version)
+    assert {s.verdict.kind for s in stats} == {Kind.FULL}
+    assert stats[0].verdict.reason is reason
+    assert wrong(pairing) == [{}] * len(pairing.engines)
+    train(pairing)
+    assert pairing.commit(version + 1)[0].verdict.kind is Kind.DELTA
+    assert wrong(pairing) == [{}] * len(pairing.engines)
+
+
+@pytest.mark.parametrize(
+    ("phase", "seat", "kind"),
+    [
+        ("encode", TRAINER, Kind.DELTA),
+        ("stage", ENGINE, Kind.DELTA),
+        ("apply", ENGINE, Kind.DELTA),
+        ("prepare", TRAINER, Kind.FULL),
+        ("prepare", ENGINE, Kind.FULL),
+        ("apply", ENGINE, Kind.FULL),
+    ],
+)
+def test_a_local_failure_aborts_everywhere_and_moves_nothing(
+    make: Make, phase: str, seat: int, kind: Kind
+) -> None:
+    pairing = ready(make())
+    before = [{n: t.clone() for n, t in engine.tensors_by_name.items()} for engine in pairing.engines]
+    version = 2 if kind is Kind.DELTA else 5
+    pairing.faults[seat].fail(phase)
+    outcome = pairing.update(version)
+    assert errors(outcome) == [UpdateAborted] * 5
+    for error in outcome:
+        assert f"seat {seat}: InjectedFault: injected in phase '{phase}'" in str(error)
+        assert f"phase '{phase}'" in str(error)
+    assert [end.version for end in pairing.ends] == [1] * 5
+    written = phase == "apply"
+    assert [receiver.ready for receiver in pairing.receivers] == [not written] * 3
+    if not written:
+        for engine, old in zip(pairing.engines, before, strict=True):
+            assert all(torch.equal(tensor, old[name]) for name, tensor in engine.tensors_by_name.items())
+    assert [engine.published for engine in pairing.engines] == [[0, 1]] * 3
+    traces = [[p for p in end.comm.trace if not p.startswith("send")] for end in pairing.ends]
+    assert all(trace == traces[0] for trace in traces)
+    check_recovery(pairing, version, Reason.PREVIOUS_ABORTED)
+
+
+STOPS = [
+    ("propose", TRAINER),
+    ("propose", ENGINE),
+    ("encode", TRAINER),
+    ("encode", ENGINE),
+    ("sizes", TRAINER),
+    ("sizes", ENGINE),
+    ("send torch", TRAINER),
+    ("send torch", ENGINE),
+    ("stage", TRAINER),
+    ("stage", ENGINE),
+    ("apply", TRAINER),
+    ("apply", ENGINE),
+    ("prepare", TRAINER),
+    ("prepare", ENGINE),
+    ("send weights", TRAINER),
+    ("send weights", ENGINE),
+]
+
+
+def stop_at(pairing: Pairing, seat: int, phase: str, action: Callable[[], None]) -> None:
+    """Do `action` as `seat` is about to communicate in `phase`, once."""
+    comm: Any = pairing.ends[seat].comm
+    mark = comm._mark
+
+    def act(name: str) -> None:
+        if name.startswith(phase):
+            comm._mark = mark
+            action()
+        mark(name)
+
+    comm._mark = act
+
+
+@pytest.mark.parametrize(("phase", "seat"), STOPS)
+def test_a_rank_that_dies_takes_nobody_with_it(make: Make, phase: str, seat: int) -> None:
+    pairing = ready(make())
+    full = phase in ("prepare", "send weights")
+    version = 5 if full else 2
+
+    def die() -> None:
+        pairing.ends[seat].close()
+        raise InjectedFault("killed")
+
+    stop_at(pairing, seat, phase, die)
+    begin = time.monotonic()
+    outcome = pairing.update(version)
+    assert time.monotonic() - begin < SETTINGS.timeout_seconds + 2
+    assert [kind for s, kind in enumerate(errors(outcome)) if s != seat] == [PeerError] * 4
+    assert all(end.version == 1 for end in pairing.ends)
+    if seat == ENGINE:
+        pairing.restart_engine(
+            ENGINE, DictEngine(SHAPES, cut={EMBED: 0, Q_PROJ: 0, DOWN: 1}, rank=1, num_ranks=2)
+        )
+    stats = pairing.commit(version)
+    assert stats[0].verdict.reason is Reason.PREVIOUS_ABORTED
+    assert wrong(pairing) == [{}] * 3
+    train(pairing)
+    assert pairing.commit(version + 1)[0].verdict.kind is Kind.DELTA
+    assert wrong(pairing) == [{}] * 3
+
+
+@pytest.mark.parametrize("seat", [TRAINER, ENGINE])
+@pytest.mark.parametrize("phase", ["propose", "stage", "apply"])
+def test_a_rank_that_hangs_is_named_with_the_phase_within_the_timeout(
+    make: Make, phase: str, seat: int
+) -> None:
+    pairing = ready(make())
+    stop_at(pairing, seat, phase, lambda: time.sleep(SETTINGS.timeout_seconds + 1.5))
+    begin = time.monotonic()
+    outcome = pairing.update(2)
+    assert time.monotonic() - begin < 2 * SETTINGS.timeout_seconds + 3
+    name = "trainer rank 1" if seat == TRAINER else "engine rank 1"
+    others = [error for s, error in enumerate(outcome) if s != seat]
+    assert {type(error) for error in others} == {PeerError}
+    assert any(name in str(error) and f"'{phase} of version 2'" in str(error) for error in others)
+    assert all(sender.version == 1 for sender in pairing.senders)
+    stats = pairing.commit(2)
+    assert stats[0].verdict.kind is Kind.FULL
+    assert wrong(pairing) == [{}] * 3
+
+
+def test_an_absent_rank_is_named(make: Make) -> None:
+    pairing = ready(make())
+    outcome = pairing.update(2, absent=[TRAINER])
+    assert any("trainer rank 1" in str(error) for error in outcome if isinstance(error, PeerError))
+    check_recovery(pairing, 3, Reason.PREVIOUS_ABORTED)
+
+
+def test_an_engine_that_restarts_joins_again_by_a_full_sync(make: Make) -> None:
+    pairing = ready(make())
+    pairing.restart_engine(2, DictEngine(SHAPES))
+    assert not pairing.receivers[2].ready
+    check_recovery(pairing, 2, Reason.ENGINE_STALE)
+
+
+def test_a_trainer_that_restarts_is_another_run(make: Make) -> None:
+    pairing, other = ready(make()), make()
+    run = pairing.senders[0].run_id
+    for rank in range(2):
+        pairing.restart_trainer(rank, other.trainers[rank])
+    train(pairing)
+    stats = pairing.commit(2)
+    assert stats[0].verdict.reason is Reason.FIRST_SYNC
+    assert wrong(pairing) == [{}] * 3
+    assert pairing.senders[0].run_id == pairing.senders[1].run_id != run
+
+
+def test_a_commit_that_reached_only_some_ranks_ends_in_a_full_sync(make: Make) -> None:
+    pairing = ready(make())
+    pairing.commit(2)
+    sender = pairing.senders[1]
+    sender._ledger = sender._ledger.__class__(run_id=sender.run_id, version=1)  # it missed the end of 2
+    train(pairing)
+    stats = pairing.commit(3)
+    assert stats[0].verdict.kind is Kind.FULL
+    assert wrong(pairing) == [{}] * 3
+    assert pairing.senders[1].version == 3
+
+
+def test_ranks_that_are_asked_for_different_versions_all_refuse(make: Make) -> None:
+    pairing = ready(make())
+    outcome = pairing.update([2, 2, 3, 2, 2])
+    assert errors(outcome) == [LockstepError] * 5
+    assert "{2: [0, 1, 3, 4], 3: [2]}" in str(outcome[0])
+    assert [receiver.ready for receiver in pairing.receivers] == [True] * 3
+    check_recovery(pairing, 2, Reason.PREVIOUS_ABORTED)
+
+
+def test_a_damaged_frame_is_refused_before_the_first_write(make: Make) -> None:
+    pairing = ready(make())
+    before = [{n: t.clone() for n, t in engine.tensors_by_name.items()} for engine in pairing.engines]
+    comm = pairing.receivers[0].comm
+    receive = comm.receive
+
+    def damage(num_bytes: int, peer: int, *, phase: str) -> torch.Tensor:
+        frame = receive(num_bytes, peer, phase=phase)
+        frame[-1] ^= 1
+        return frame
+
+    comm.receive = damage  # type: ignore[method-assign]
+    outcome = pairing.update(2)
+    assert errors(outcome) == [UpdateAborted] * 5
+    assert "seat 0: CorruptFrameError" in str(outcome[4])
+    assert all(receiver.ready for receiver in pairing.receivers)
+    for engine, old in zip(pairing.engines, before, strict=True):
+        assert all(torch.equal(tensor, old[name]) for name, tensor in engine.tensors_by_name.items())
+    comm.receive = receive  # type: ignore[method-assign]
+    check_recovery(pairing, 2, Reason.PREVIOUS_ABORTED)
+
+
+def test_a_frame_of_another_size_than_announced_is_refused_everywhere(make: Make) -> None:
+    pairing = ready(make())
+    session = pairing.senders[1]._session
+    exchange = session.exchange_sizes
+    session.exchange_sizes = lambda dtype, sizes: exchange(dtype, dict.fromkeys(sizes, 2**40))  # type: ignore[method-assign]
+    outcome = pairing.update(2)
+    assert errors(outcome) == [LockstepError] * 5
+    assert "seat 4 announces 1099511627776 bytes" in str(outcome[0])
+    session.exchange_sizes = exchange  # type: ignore[method-assign]
+    check_recovery(pairing, 2, Reason.PREVIOUS_ABORTED)
+
+
+def test_an_engine_that_writes_less_than_was_sent_is_found(make: Make) -> None:
+    pairing = ready(make())
+    receiver = pairing.receivers[2]
+    apply = receiver._apply
+    receiver._apply = lambda staged: apply(staged[:-1])  # type: ignore[method-assign]
+    outcome = pairing.update(2)
+    assert errors(outcome) == [UpdateAborted] * 5
+    assert "elements, engines wrote" in str(outcome[0])
+    assert [r.ready for r in pairing.receivers] == [False] * 3
+    receiver._apply = apply  # type: ignore[method-assign]
+    check_recovery(pairing, 2, Reason.PREVIOUS_ABORTED)
+
+
+def test_an_engine_left_dirty_by_a_lost_trainer_votes_full_to_the_next_one(make: Make) -> None:
+    pairing = ready(make())
+    pairing.faults[ENGINE].fail("apply")
+    pairing.update(2)
+    for sender in pairing.senders:
+        sender._ledger = sender._ledger.__class__(run_id=sender.run_id, version=1)  # it forgot the abort
+    assert pairing.commit(2)[0].verdict.reason is Reason.ENGINE_DIRTY
+    assert wrong(pairing) == [{}] * 3
+
+
+def test_a_cache_flush_that_fails_leaves_the_engine_unready(make: Make) -> None:
+    pairing = ready(make())
+    engine = pairing.engines[2]
+    flush = engine.committed
+
+    def fail(version: int) -> None:
+        raise InjectedFault(f"requests are still running at version {version}")
+
+    engine.committed = fail  # type: ignore[method-assign]
+    outcome = pairing.update(2)
+    assert [type(one) for one in outcome] == [
+        UpdateStats,
+        UpdateStats,
+        InjectedFault,
+        UpdateStats,
+        UpdateStats,
+    ]
+    assert [receiver.ready for receiver in pairing.receivers] == [True, True, False]
+    engine.committed = flush  # type: ignore[method-assign]
+    train(pairing)
+    assert pairing.commit(3)[0].verdict.reason is Reason.ENGINE_DIRTY
+    assert pairing.receivers[2].ready
+
+
+REFUSALS = [
+    ({NORM: (9,)}, rf"{NORM}: the trainer holds shape \[8\], engine 'e' \[9\]"),
+    ({"model.extra.weight": (4,)}, r"only the trainer has \[\]; only the engine has \[model.extra.weight\]"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), REFUSALS)
+def test_engines_that_do_not_fit_are_refused_at_connect(
+    make: Make, change: dict[str, tuple[int, ...]], message: str
+) -> None:
+    view = DictEngine({**SHAPES, **change})
+    pairing = make(engines=[EngineSeat(engine="e", view=view)])
+    for error in pairing.update(0):
+        assert isinstance(error, ConnectError)
+        assert re.search(message, str(error)), str(error)
+    assert all(not tensor.any() for tensor in view.tensors_by_name.values())
+
+
+def test_a_missing_tensor_lists_both_names(make: Make) -> None:
+    shapes = {("language_model." + name if name == NORM else name): shape for name, shape in SHAPES.items()}
+    pairing = make(engines=[EngineSeat(engine="e", view=DictEngine(shapes))])
+    for error in pairing.update(0):
+        assert isinstance(error, ConnectError)
+        assert (
+            "only the trainer has [model.norm.weight]; only the engine has [language_model.model.norm.weight]"
+            in str(error)
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.int8, torch.float8_e4m3fn])
+def test_another_dtype_is_refused_with_both(make: Make, dtype: torch.dtype) -> None:
+    pairing = make(engines=[EngineSeat(engine="e", view=DictEngine(SHAPES, dtypes={NORM: dtype}))])
+    for error in pairing.update(0):
+        assert isinstance(error, ConnectError)
+        assert NORM in str(error)
+        assert str(dtype).removeprefix("torch.") in str(error)
+
+
+@pytest.mark.parametrize(("field", "value"), [("enabled", False), ("anchor_interval", 7)])
+def test_sides_that_are_set_differently_find_out_at_connect(make: Make, field: str, value: object) -> None:
+    pairing = make()
+    other = Pairing(
+        pairing.trainers,
+        [EngineSeat(engine="e", view=DictEngine(SHAPES))],
+        SETTINGS,
+        replace(SETTINGS, **{field: value}),  # type: ignore[arg-type]
+    )
+    for error in other.update(0):
+        assert isinstance(error, ConnectError)
+        assert field in str(error)
+    other.close()
+
+
+@pytest.mark.parametrize("breakage", ["hole", "overlap"])
+def test_shards_that_do_not_tile_are_refused(make: Make, breakage: str) -> None:
+    pairing = make()
+    trainer = pairing.trainers[1]
+    shift = 1 if breakage == "hole" else -1
+    infos = [
+        replace(i, owned_start=i.owned_start + shift) if i.param == EMBED else i for i in trainer.weights()
+    ]
+    trainer.weights = lambda: infos  # type: ignore[method-assign]
+    for error in pairing.update(0):
+        assert isinstance(error, ConnectError)
+        word = "nobody owns" if breakage == "hole" else "two ranks own"
+        assert f"{EMBED}: {word} elements" in str(error)
+
+
+def test_a_world_that_is_no_power_of_two_is_refused_before_anything_opens(make: Make) -> None:
+    with pytest.raises(ConfigError, match=r"world_size=5 .*world_size_policy"):
+        make(allow_any_world_size=False)
+
+
+def test_a_rank_that_never_comes_is_named_at_connect(make: Make) -> None:
+    pairing = make(connect_timeout_seconds=1.5)
+    outcome = pairing.update(0, absent=[ENGINE])
+    for seat, error in enumerate(outcome):
+        if seat != ENGINE:
+            assert isinstance(error, ConnectError)
+            assert "engine rank 1 did not arrive within 1.5 s" in str(error)
+    train(pairing)
+    assert pairing.commit(0)[0].verdict.reason is Reason.FIRST_SYNC
+    assert wrong(pairing) == [{}] * 3
+
+
+def test_no_update_error_escapes_the_tree() -> None:
+    assert issubclass(PeerError, UpdateError)
+    assert issubclass(LockstepError, UpdateError)
+    assert issubclass(UpdateAborted, UpdateError)
