@@ -1,0 +1,64 @@
+"""Keep inference engines bit-identical to a Megatron trainer by sending only what an AdamW step changed.
+
+Names are loaded when they are first used, so that importing the package has no effect and costs nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from awex_delta._version import __version__
+
+if TYPE_CHECKING:
+    from awex_delta.attach import attach_megatron, attach_transformers
+    from awex_delta.config import RolloutConfig, TrainEngineConfig, resolve, worker_environment
+    from awex_delta.errors import AwexDeltaError, ConfigError, ConnectError, UpdateError
+    from awex_delta.receiver import Receiver
+    from awex_delta.rendezvous import Rendezvous, host_store
+    from awex_delta.sender import Sender
+    from awex_delta.types import DeltaSettings, Kind, Reason, UpdateStats, Verdict
+
+_HOMES = {
+    "attach": ("attach_megatron", "attach_transformers"),
+    "config": ("RolloutConfig", "TrainEngineConfig", "resolve", "worker_environment"),
+    "errors": ("AwexDeltaError", "ConfigError", "ConnectError", "UpdateError"),
+    "receiver": ("Receiver",),
+    "rendezvous": ("Rendezvous", "host_store"),
+    "sender": ("Sender",),
+    "types": ("DeltaSettings", "Kind", "Reason", "UpdateStats", "Verdict"),
+}
+_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "AwexDeltaError",
+    "ConfigError",
+    "ConnectError",
+    "DeltaSettings",
+    "Kind",
+    "Reason",
+    "Receiver",
+    "Rendezvous",
+    "RolloutConfig",
+    "Sender",
+    "TrainEngineConfig",
+    "UpdateError",
+    "UpdateStats",
+    "Verdict",
+    "__version__",
+    "attach_megatron",
+    "attach_transformers",
+    "host_store",
+    "resolve",
+    "worker_environment",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOME_OF[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

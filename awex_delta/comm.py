@@ -128,7 +128,10 @@ class Comm:
             ) from error
 
     def abandon(self) -> None:
-        """Give this epoch up after a failed wait: close the group, let all ranks meet in the next one."""
+        """Give this epoch up after a failed wait: close the group, let all ranks meet in the next one.
+
+        Collective: no; peers that wait in the group fail at once.
+        """
         if self._store is not None and self._group is not None:
             with suppress(RuntimeError):  # a store that is gone cannot be told
                 self._open_epoch_after(self.epoch)
@@ -184,24 +187,35 @@ class Comm:
         return [json.loads(blob) for blob in self.gather(text, width=max(sizes) + 4, phase=phase)]
 
     def send(self, payload: torch.Tensor, peer: int, *, phase: str) -> None:
-        """Send a contiguous uint8 tensor whose size the peer knows. Raises PeerError."""
+        """Send a contiguous uint8 tensor whose size the peer knows. Raises PeerError.
+
+        Collective: no; `peer` must call `receive`.
+        """
         self._wait(lambda group: dist.isend(payload, peer, group=group), phase, peer)
 
     def receive(self, num_bytes: int, peer: int, *, phase: str) -> torch.Tensor:
         """Receive exactly `num_bytes` from `peer` into a new uint8 tensor. Raises PeerError.
 
         The size must be agreed before: Gloo takes a short message for a long one without a word.
+
+        Collective: no; `peer` must call `send`.
         """
         buffer = torch.empty(num_bytes, dtype=torch.uint8)
         self._wait(lambda group: dist.irecv(buffer, peer, group=group), phase, peer)
         return buffer
 
     def send_weights(self, tensors: dict[str, torch.Tensor], plan: TransferPlan, *, phase: str) -> None:
-        """AWEX's dense path, the sending half: every overlap of `plan`, whole. Raises PeerError."""
+        """AWEX's dense path, the sending half: every overlap of `plan`, whole. Raises PeerError.
+
+        Collective: no; the engine ranks of `plan` must call `receive_weights`.
+        """
         self._dense(lambda group: nccl_build_send_ops(tensors, plan, group, copy_rank=None)[0], (), phase)
 
     def receive_weights(self, tensors: dict[str, torch.Tensor], plan: TransferPlan, *, phase: str) -> None:
-        """AWEX's dense path, the receiving half: writes into `tensors` in place. Raises PeerError."""
+        """AWEX's dense path, the receiving half: writes into `tensors` in place. Raises PeerError.
+
+        Collective: no; the trainer ranks of `plan` must call `send_weights`.
+        """
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []
 
         def build(group: dist.ProcessGroup) -> list[dist.P2POp]:

@@ -211,7 +211,7 @@ class Sender:
         )
 
     def _send_delta(self, decision: Decision, detection: Detection, watch: Stopwatch) -> tuple[int, int]:
-        packed, failure = self._session.attempt("encode", lambda: self._pack(decision, detection))
+        packed, failure = self._session.attempt("encode", lambda: self._encode(decision, detection))
         self._session.agree("encode", failure)
         watch.lap("encode")
         frames, num_elements = packed or ({}, 0)
@@ -225,6 +225,14 @@ class Sender:
         self._session.agree("stage", "")
         watch.lap("stage")
         return sum(frame.numel() for frame in frames.values()), num_elements
+
+    def _encode(
+        self, decision: Decision, detection: Detection
+    ) -> tuple[dict[tuple[int, torch.dtype], torch.Tensor], int]:
+        params = [param for trainer in self._session.world.trainers for param in trainer.params]
+        if any(param.owners and not all(output.sparse for output in param.outputs) for param in params):
+            self._view.gather_params()  # owned in parts but sent whole; all trainer ranks find the same
+        return self._pack(decision, detection)
 
     def _pack(
         self, decision: Decision, detection: Detection

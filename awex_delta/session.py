@@ -82,6 +82,8 @@ def decide(proposals: Sequence[Proposal]) -> Decision:
 
     Raises:
         LockstepError: ranks were asked for different versions, or trainers belong to different runs.
+
+    Collective: no.
     """
     versions = {proposal.version for proposal in proposals}
     if len(versions) > 1:
@@ -115,6 +117,8 @@ def check_arrived(facts: Sequence[Mapping[str, int]]) -> None:
 
     Raises:
         UpdateAborted: on every rank alike, with both counts.
+
+    Collective: no.
     """
     sent = sum(fact.get("sent", 0) for fact in facts)
     applied = sum(fact.get("applied", 0) for fact in facts)
@@ -130,7 +134,7 @@ class Stopwatch:
         self._since = time.perf_counter()
 
     def lap(self, phase: str) -> None:
-        """Book the time since the last lap on `phase`."""
+        """Book the time since the last lap on `phase`. Collective: no."""
         now = time.perf_counter()
         self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._since
         self._since = now

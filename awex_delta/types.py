@@ -113,7 +113,6 @@ class OwnedSlice:
     weight: the model's own weight over the same range, in its storage dtype (bf16).
     exp_avg, exp_avg_sq: AdamW moments; None before the first step.
     step: the optimizer's own step counter for this parameter now, 0 before the first step.
-    group_key: which hyper-parameter group of which optimizer (key of the step journal).
     """
 
     param: str
@@ -125,7 +124,6 @@ class OwnedSlice:
     exp_avg: torch.Tensor | None
     exp_avg_sq: torch.Tensor | None
     step: int
-    group_key: str
 
     @property
     def key(self) -> str:

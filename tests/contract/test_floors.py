@@ -35,6 +35,7 @@ FLOORS = {
     "numerics": 1,
     "wire": 1,
     "plan": 2,
+    "rendezvous": 2,
     "comm": 2,
     "engines.tensors": 3,  # reading and writing views of live weights, which the receiver needs
     "detect": 3,
@@ -46,12 +47,14 @@ FLOORS = {
     "trainers": 5,
     "engines": 5,
     "transports": 5,
+    "attach": 6,
     "gateway": 6,
     "": 6,  # the package itself re-exports public names
     "testing": 7,  # public fakes of what stands below
     "cli": 8,  # the demo runs on those fakes
 }
-LATE_IMPORTS_ALLOWED = ("trainers", "engines", "testing", "cli")
+# `attach` offers adapters of frameworks that may not all be installed.
+LATE_IMPORTS_ALLOWED = ("trainers", "engines", "testing", "cli", "attach")
 PURE = ("numerics", "wire", "plan")
 IMPURE_MODULES = (
     "asyncio",

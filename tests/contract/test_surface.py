@@ -14,7 +14,13 @@ import awex_delta
 from awex_delta.config import RolloutConfig, SchedulingStrategy, TrainEngineConfig
 from tests.contract.sources import PACKAGE, ROOT, Source, package_sources
 
-PUBLIC_NAMES: set[str] = set()
+PUBLIC_NAMES = {
+    "__version__",
+    *("attach_megatron", "attach_transformers", "Sender", "Receiver", "Rendezvous", "host_store"),
+    *("TrainEngineConfig", "RolloutConfig", "resolve", "worker_environment"),
+    *("DeltaSettings", "UpdateStats", "Verdict", "Kind", "Reason"),
+    *("AwexDeltaError", "ConfigError", "ConnectError", "UpdateError"),
+}
 
 TRAIN_SETTINGS = {
     "backend": None,

@@ -1,0 +1,85 @@
+"""One call a side: from a training or an engine to the object whose `update_weights` keeps them equal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from awex_delta.receiver import Receiver
+from awex_delta.rendezvous import Rendezvous
+from awex_delta.sender import Sender
+from awex_delta.types import DeltaSettings
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def attach_megatron(
+    model_chunks: Sequence[torch.nn.Module],
+    optimizer: Any,
+    hf_config: Any,
+    *,
+    rendezvous: Rendezvous,
+    settings: DeltaSettings,
+    router_dtype: str = "bf16",
+) -> Sender:
+    """Attach to a Megatron training: records its optimizer steps from now on.
+
+    Args:
+        model_chunks: what `get_model` returned, wrapped in Megatron's DistributedDataParallel.
+        optimizer: what `get_megatron_optimizer` returned.
+        hf_config: config of the HF model that the engines serve.
+        rendezvous: where trainer and engine ranks meet; the same on all of them.
+        settings: `resolve(train_config, rollout_config).settings`.
+        router_dtype: dtype in which engines hold the router weights, "bf16" or "fp32".
+
+    Returns:
+        This rank's sender. Nothing is connected yet: call `connect`, or the first `update_weights`.
+
+    Raises:
+        UnsupportedError: the model or the optimizer cannot be read.
+        ConfigError: the world size is not allowed.
+
+    Collective: no. Call it on every rank of the trainer.
+    """
+    from awex_delta.trainers.megatron import MegatronTrainer
+
+    view = MegatronTrainer.attach(
+        model_chunks, optimizer, hf_config, settings=settings, router_dtype=router_dtype
+    )
+    rank = int(view.layout().rank_info["global_rank"])
+    device = next(iter(model_chunks[0].parameters())).device
+    return Sender(view, rendezvous, rank, settings, device=device)
+
+
+def attach_transformers(
+    model: PreTrainedModel,
+    *,
+    rendezvous: Rendezvous,
+    engine_rank: int,
+    settings: DeltaSettings,
+    engine: str = "transformers",
+) -> Receiver:
+    """Attach to a transformers model that generates text in this process.
+
+    Args:
+        model: loaded with the trainer's dtype (`dtype=torch.bfloat16`), on one device.
+        rendezvous: where trainer and engine ranks meet; the same on all of them.
+        engine_rank: this rank among all engine ranks of the rendezvous, from 0.
+        settings: `resolve(train_config, rollout_config).settings`.
+        engine: name of this engine, another one for each copy of the model.
+
+    Returns:
+        This rank's receiver. Nothing is connected yet: call `connect`, or the first `update_weights`.
+
+    Raises:
+        LayoutError: the model holds weights that cannot be updated in place.
+        ConfigError: a rank or the world size is not allowed.
+
+    Collective: no.
+    """
+    from awex_delta.engines.transformers import TransformersEngine
+
+    return Receiver(TransformersEngine(model), rendezvous, engine_rank, engine, settings, device=model.device)

@@ -1,0 +1,1 @@
+"""The `awex-delta` command. Each subcommand is one module here with a `typer.Typer` named `app`."""

@@ -1,0 +1,100 @@
+"""`awex-delta bench`: the benchmarks of a source checkout, each one run with ratios."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+app = typer.Typer(no_args_is_help=True, help="Measure detection and synchronization on this machine.")
+
+JsonOption = Annotated[Path | None, typer.Option("--json", help="Write the whole record here; - for stdout.")]
+
+
+@app.command()
+def detect(
+    json_path: JsonOption = None,
+    elements: Annotated[int, typer.Option(help="Elements to detect changes in.", min=1 << 16)] = 32_000_000,
+    repeats: Annotated[int, typer.Option(help="Samples of each kind.", min=1)] = 5,
+) -> None:
+    """Detection against a measured memory copy and against eager reconstruct, cast and compare."""
+    record = _benchmark("detect").run(num_elements=elements, repeats=repeats)
+    _show(
+        record,
+        json_path,
+        ("ratio_to_copy_bound", "speedup_over_eager", "elements_per_second", "peak_extra_bytes"),
+    )
+
+
+@app.command()
+def sync(
+    json_path: JsonOption = None,
+    link: Annotated[
+        str, typer.Option(help="loopback, 1gbit or 100mbit; the last two need root.")
+    ] = "loopback",
+    repeats: Annotated[int, typer.Option(help="Measured deltas, and as many full syncs.", min=1)] = 3,
+) -> None:
+    """A delta against AWEX's full sync: two Megatron trainer ranks, two engine ranks, 113 million weights."""
+    module, links = _benchmark("sync"), _benchmark("link")
+    known = [links.LOOPBACK, *links.SPEEDS]
+    if link not in known:
+        raise typer.BadParameter(f"{link!r} is none of {', '.join(known)}", param_hint="--link")
+    try:
+        record = module.run(link=link, repeats=repeats)
+    except links.NoLinkError as error:
+        Console(stderr=True).print(str(error))
+        raise typer.Exit(2) from error
+    fields = (
+        "parameters",
+        "changed_share",
+        "bytes_per_change",
+        "delta_over_full_bytes",
+        "delta_over_full_seconds",
+    )
+    _show(
+        record,
+        json_path,
+        (*fields, "delta_seconds", "full_seconds", "training_collective_bytes", "identical"),
+    )
+
+
+def _benchmark(name: str) -> Any:
+    try:
+        return importlib.import_module(f"benchmarks.{name}")
+    except ModuleNotFoundError as error:
+        if error.name not in ("benchmarks", f"benchmarks.{name}"):
+            raise
+        Console(stderr=True).print(
+            "The benchmarks are not part of the installed package: run this from a source checkout."
+        )
+        raise typer.Exit(2) from error
+
+
+def _show(record: dict[str, Any], json_path: Path | None, fields: tuple[str, ...]) -> None:
+    text = json.dumps(record, indent=2)
+    if json_path is not None and str(json_path) == "-":
+        typer.echo(text)
+        return
+    table = Table("measured", "value")
+    for field in fields:
+        value = record[field]
+        table.add_row(
+            field,
+            f"{value:,.4g}"
+            if isinstance(value, float)
+            else f"{value:,}"
+            if isinstance(value, int)
+            else str(value),
+        )
+    for kind, phases in record.get("phases", {}).items():
+        table.add_row(
+            f"{kind}, seconds by phase", ", ".join(f"{name} {value:.3f}" for name, value in phases.items())
+        )
+    Console().print(table)
+    if json_path is not None:
+        json_path.write_text(text)

@@ -1,0 +1,1 @@
+"""Inference engines, each seen as an `EngineView`. Import the module of the engine you use."""

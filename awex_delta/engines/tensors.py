@@ -1,0 +1,133 @@
+"""What every engine adapter shares: describing live tensors, and writing single elements into them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from awex_delta.errors import CorruptFrameError, LayoutError
+from awex_delta.types import EngineTensor
+
+# An element is moved as an integer of its width, so that NaN payloads and the sign of zero survive.
+_BITS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
+
+
+def part(
+    name: str,
+    view: torch.Tensor,
+    global_shape: Sequence[int] | None = None,
+    global_offset: Sequence[int] | None = None,
+    tied_to: str | None = None,
+) -> EngineTensor:
+    """Describe one live tensor, or a rectangular part of it, and refuse what cannot be written in place.
+
+    Args:
+        name: HF name of the whole tensor, as AWEX's converters emit it.
+        view: alias of the engine's storage, bf16, fp16 or fp32, any device, any strides.
+        global_shape: shape of the whole HF tensor; the shape of `view` when not given.
+        global_offset: where `view` begins in it; the origin when not given.
+        tied_to: name of the entry that shares this storage.
+
+    Returns:
+        The record, holding a detached alias of `view`.
+
+    Raises:
+        LayoutError: the dtype is not bf16, fp16 or fp32 (quantized weights), two elements of `view`
+            share memory, or the part does not lie inside the whole.
+
+    Collective: no.
+    """
+    shape = tuple(view.shape if global_shape is None else global_shape)
+    offset = (0,) * len(shape) if global_offset is None else tuple(global_offset)
+    if view.dtype not in _BITS:
+        raise LayoutError(
+            f"{name} is served as {view.dtype}; only bfloat16, float16 and float32 weights can be updated "
+            "in place. Serve an unquantized model."
+        )
+    if view.device.type == "meta":
+        raise LayoutError(
+            f"{name} is on the meta device and has no storage. Load the engine's weights first."
+        )
+    if any(size > 1 and stride == 0 for size, stride in zip(view.shape, view.stride(), strict=True)):
+        raise LayoutError(f"{name} is an expanded tensor: several of its elements share one memory cell.")
+    inside = len(shape) == len(offset) == view.dim() and all(
+        start >= 0 and start + size <= whole
+        for start, size, whole in zip(offset, view.shape, shape, strict=True)
+    )
+    if not inside:
+        raise LayoutError(f"{name}: a part of shape {tuple(view.shape)} at {offset} does not fit in {shape}.")
+    return EngineTensor(
+        name=name, view=view.detach(), global_shape=shape, global_offset=offset, tied_to=tied_to
+    )
+
+
+def require_aliases(parts: Iterable[EngineTensor], live: Iterable[torch.Tensor]) -> None:
+    """Check that every part is memory of a live tensor, so that a write to it reaches the model.
+
+    Args:
+        parts: what an adapter is about to publish.
+        live: the tensors that the engine computes with.
+
+    Raises:
+        LayoutError: a part has a storage of its own, or two parts have one name.
+
+    Collective: no.
+    """
+    storages = {tensor.untyped_storage().data_ptr() for tensor in live}
+    seen: set[str] = set()
+    for entry in parts:
+        if entry.view.untyped_storage().data_ptr() not in storages:
+            raise LayoutError(f"{entry.name} is a copy: writing to it would not reach the engine's weights.")
+        if entry.name in seen:
+            raise LayoutError(f"{entry.name} is published twice by one rank.")
+        seen.add(entry.name)
+
+
+def scatter_into(view: torch.Tensor, index: torch.Tensor, values: torch.Tensor) -> None:
+    """Overwrite single elements of a live tensor, bit for bit, whatever its strides are.
+
+    Positions count the elements of `view` row by row, also when it is a column slice or a transpose,
+    where `view.reshape(-1)` would be a copy and the write would be lost.
+
+    Args:
+        view: destination, bf16, fp16 or fp32.
+        index: int32 or int64 [n] on the device of `view`, ascending and in range: a frame that says
+            otherwise is refused where it is unpacked.
+        values: [n], dtype and device of `view`.
+
+    Raises:
+        LayoutError: `values` has another dtype than `view`, or that dtype cannot be written.
+        CorruptFrameError: there are not as many values as positions.
+
+    Collective: no.
+    """
+    if view.dtype not in _BITS or values.dtype != view.dtype:
+        raise LayoutError(f"cannot write {values.dtype} values into a {view.dtype} tensor")
+    if values.shape != index.shape:
+        raise CorruptFrameError(f"{values.numel()} values for {index.numel()} positions")
+    if index.numel() == 0:
+        return
+    bits = _BITS[view.dtype]
+    cells = view.detach().view(bits)
+    offsets = index.long()
+    if cells.is_contiguous():
+        flat = cells.view(-1)
+    else:
+        flat, offsets = _span(cells), _strided_offsets(cells, offsets)
+    flat.index_copy_(0, offsets, values.detach().view(bits))
+
+
+def _span(cells: torch.Tensor) -> torch.Tensor:
+    """The memory from the first to the last element of a strided tensor, as one flat alias."""
+    last = sum((size - 1) * stride for size, stride in zip(cells.shape, cells.stride(), strict=True))
+    return cells.as_strided((last + 1,), (1,))
+
+
+def _strided_offsets(cells: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Memory offsets, from the first element, of row-major positions in a strided tensor."""
+    offsets = torch.zeros_like(index)
+    for size, stride in zip(reversed(cells.shape), reversed(cells.stride()), strict=True):
+        offsets += index.remainder(size) * stride
+        index = index.div(size, rounding_mode="floor")
+    return offsets

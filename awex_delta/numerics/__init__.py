@@ -1,0 +1,1 @@
+"""Pure tensor mathematics: tensors and records in, tensors and records out."""

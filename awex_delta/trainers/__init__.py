@@ -1,0 +1,1 @@
+"""Training frameworks, each behind `types.TrainerView`. Import the one you use."""

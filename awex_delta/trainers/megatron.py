@@ -1,0 +1,289 @@
+"""Megatron-core as a `TrainerView`: live weights, owned optimizer shards, AWEX's converter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from awex.models.registry import get_train_weights_converter
+from awex.sharding.rank_info import RankInfo
+from megatron.core.distributed import DistributedDataParallel
+
+from awex_delta.detect import detect_changes
+from awex_delta.errors import UnsupportedError
+from awex_delta.trainers.journal import StepJournal
+from awex_delta.trainers.megatron_layout import (
+    Part,
+    Shard,
+    global_layer_ids,
+    named_parameters,
+    optimizer_shards,
+    rank_info,
+    router_biases,
+)
+from awex_delta.trainers.optimizers import moment, step_counts
+from awex_delta.types import (
+    DeltaSettings,
+    Detection,
+    OwnedSlice,
+    Reason,
+    TrainerLayout,
+    WeightInfo,
+    param_key,
+)
+
+_EMBEDDING = "model.embed_tokens.weight"
+_LM_HEAD = "lm_head.weight"
+
+
+class MegatronTrainer:
+    """One rank of a Megatron training. Made by `attach`."""
+
+    def __init__(
+        self,
+        *,
+        chunks: Sequence[torch.nn.Module],
+        shards: Sequence[Shard],
+        converter: Any,
+        layout: TrainerLayout,
+        settings: DeltaSettings,
+    ) -> None:
+        self._chunks = tuple(chunks)
+        self._converter = converter
+        self._layout = layout
+        self._settings = settings
+        self._params: dict[str, torch.nn.Parameter] = {}
+        self._biases: dict[str, torch.nn.Module] = {}
+        self._parts: dict[str, Part] = {}
+        self._late: list[str] = []
+        self._infos: dict[str, WeightInfo] = {}
+        self._read_weights(shards)
+        self._check_conversion()
+        self._journal = StepJournal()
+        for optimizer, stepped in self._stepped_by_optimizer().items():
+            self._journal.watch(optimizer, stepped)
+
+    @classmethod
+    def attach(
+        cls,
+        model_chunks: Sequence[torch.nn.Module],
+        optimizer: Any,
+        hf_config: Any,
+        *,
+        settings: DeltaSettings,
+        router_dtype: str = "bf16",
+    ) -> MegatronTrainer:
+        """Read the layout of a training, and record its optimizer steps from now on.
+
+        Args:
+            model_chunks: this rank's model, one chunk a virtual pipeline stage, wrapped in Megatron's
+                DistributedDataParallel.
+            optimizer: what `get_megatron_optimizer` returned for these chunks. With
+                `settings.enabled` False it is not looked at, and every weight is sent whole.
+            hf_config: the HF configuration of the model; `architectures[0]` chooses AWEX's converter.
+            settings: as agreed with the engines.
+            router_dtype: dtype of the router weight in the engines: "bf16", "fp16" or "fp32".
+
+        Raises:
+            UnsupportedError: a trainable parameter is stepped by no optimizer, AWEX cannot convert a
+                weight, or Megatron's objects lack something that is needed.
+
+        Collective: no.
+        """
+        info = rank_info()
+        layer_ids = global_layer_ids(model_chunks)
+        converter = get_train_weights_converter(
+            "mcore",
+            hf_config.architectures[0],
+            hf_config,
+            RankInfo(**info),
+            {
+                "infer_engine_config": {"tp_size": 1, "ep_size": 1},
+                "infer_atten_tp_size": 1,
+                "hf_config": hf_config,
+                "device_backend": "cuda",
+                "router_dtype": router_dtype,
+                "train_pp_stage_layer_id_map": layer_ids,
+            },
+            tf_config=model_chunks[0].config,
+        )
+        return cls(
+            chunks=model_chunks,
+            shards=optimizer_shards(optimizer) if settings.enabled else (),
+            converter=converter,
+            layout=TrainerLayout(
+                architecture=hf_config.architectures[0],
+                rank_info=info,
+                vocab_size=hf_config.vocab_size,
+                tied_embeddings=hf_config.tie_word_embeddings,
+            ),
+            settings=settings,
+        )
+
+    def layout(self) -> TrainerLayout:
+        """This rank's place in Megatron's process groups. Collective: no."""
+        return self._layout
+
+    def weights(self) -> Sequence[WeightInfo]:
+        """Parameters in the order of the model chunks, then the router biases. Collective: no."""
+        return tuple(self._infos.values())
+
+    def tensor(self, key: str) -> torch.Tensor:
+        """The live local tensor of `key`. Collective: no."""
+        if key in self._biases:
+            # Looked up each time: moving a module replaces its buffers.
+            return self._biases[key].get_buffer("expert_bias")
+        return self._params[key].detach()
+
+    def owned_slices(self) -> Iterator[OwnedSlice]:
+        """The ranges whose optimizer state this rank holds. Collective: no."""
+        steps = self._current_steps()
+        for key, part in self._parts.items():
+            info = self._infos[key]
+            yield OwnedSlice(
+                param=info.param,
+                chunk=info.chunk,
+                start=part.start,
+                stop=part.stop,
+                main=None if part.main is None else part.main.detach().view(-1),
+                weight=self.tensor(key).view(-1)[part.start : part.stop],
+                exp_avg=moment(part.optimizer, part.stepped, "exp_avg"),
+                exp_avg_sq=moment(part.optimizer, part.stepped, "exp_avg_sq"),
+                step=steps[key],
+            )
+
+    def detect(self) -> Detection:
+        """Invert the last step on the owned ranges. Collective: no."""
+        if not self._settings.enabled:
+            return Detection(reason=Reason.DELTA_DISABLED)
+        if self._late:
+            return Detection(
+                reason=Reason.NO_FP32_MASTER,
+                detail=f"{self._late[0]} is held in fp32 and sent whole, but with overlap_param_gather this "
+                f"rank has the current values of its own part only",
+            )
+        return detect_changes(self.owned_slices(), self._journal.plan)
+
+    def gather_params(self) -> None:
+        """Finish a parameter all-gather that is under way, or run one.
+
+        Nothing to do without `overlap_param_gather`: then the optimizer's step has gathered them.
+
+        Collective: over the data-parallel groups of dense and of expert parameters.
+        """
+        for chunk in self._chunks:
+            if isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.overlap_param_gather:
+                chunk.start_param_sync(force_sync=True)
+
+    def committed(self) -> None:
+        """Later detections count from the weights as they are now. Collective: no."""
+        self._journal.commit(self.owned_slices())
+
+    def weights_replaced(self) -> None:
+        """Tell that master weights were changed by something else than an optimizer step.
+
+        `reload_model_params` does so without leaving a trace in the optimizer; loading an optimizer
+        state is seen without this call. The next update is a full sync.
+
+        Collective: no.
+        """
+        self._journal.forget()
+
+    def convert(self, key: str, tensor: torch.Tensor) -> Sequence[tuple[str, torch.Tensor]]:
+        """AWEX's HF names and tensors for a tensor shaped like `tensor(key)`. Collective: no."""
+        info = self._infos[key]
+        converted = list(self._converter.convert_param(info.param, tensor, vp_stage=info.chunk))
+        names = [name for name, _ in converted]
+        # With more pipeline stages the last one holds a copy of its own.
+        if self._layout.tied_embeddings and self._layout.rank_info["pp_size"] == 1 and _EMBEDDING in names:
+            converted.append((_LM_HEAD, converted[names.index(_EMBEDDING)][1]))
+        return converted
+
+    def transfer(self) -> AbstractContextManager[None]:
+        """Frees the gradient buffers inside, if so configured; they come back zeroed. Collective: no."""
+        return self._without_grad_buffers() if self._settings.release_grad_buffers else nullcontext()
+
+    def detach(self) -> None:
+        """Remove the optimizer hooks. Collective: no."""
+        self._journal.detach()
+
+    @contextmanager
+    def _without_grad_buffers(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for chunk in self._chunks:
+                if isinstance(chunk, DistributedDataParallel):
+                    stack.callback(chunk.restore_grad_buffers)
+                    chunk.offload_grad_buffers()
+            yield
+
+    def _current_steps(self) -> dict[str, int]:
+        steps: dict[str, int] = {}
+        for optimizer, stepped in self._stepped_by_optimizer().items():
+            steps.update(zip(stepped, step_counts(optimizer, list(stepped.values())), strict=True))
+        return steps
+
+    def _stepped_by_optimizer(self) -> dict[torch.optim.Optimizer, dict[str, torch.Tensor]]:
+        stepped: dict[torch.optim.Optimizer, dict[str, torch.Tensor]] = {}
+        for key, part in self._parts.items():
+            stepped.setdefault(part.optimizer, {})[key] = part.stepped
+        return stepped
+
+    def _read_weights(self, shards: Sequence[Shard]) -> None:
+        shard_of = {shard.param: shard for shard in shards}
+        for stage, chunk in enumerate(self._chunks):
+            for name, param in named_parameters(chunk):
+                shard = shard_of.pop(param, None)
+                if shard is None and param.requires_grad and self._settings.enabled:
+                    raise UnsupportedError(
+                        f"{name} (chunk {stage}) is trainable, but no optimizer steps it: attach with the "
+                        f"model that the optimizer was made for, or freeze the parameter"
+                    )
+                self._params[param_key(name, stage)] = param
+                self._add_weight(name, stage, param, shard)
+        if shard_of:
+            raise UnsupportedError(
+                f"the optimizer steps {len(shard_of)} parameters that are not in the model"
+            )
+        for stage, chunk in enumerate(self._chunks):
+            for name, module in router_biases(chunk):
+                self._biases[param_key(name, stage)] = module
+                # Megatron holds it in fp32 from the first forward on, however the model was cast.
+                self._add_weight(name, stage, module.get_buffer("expert_bias").float(), None)
+
+    def _add_weight(self, name: str, stage: int, tensor: torch.Tensor, shard: Shard | None) -> None:
+        key = param_key(name, stage)
+        owners: tuple[int, ...] = ()
+        part: Part | None = None
+        if shard is not None and tensor.dtype != torch.float32:
+            owners, part = shard.owners, shard.part
+        elif shard is not None and shard.late:
+            self._late.append(name)
+        if part is not None:
+            self._parts[key] = part
+        self._infos[key] = WeightInfo(
+            param=name,
+            chunk=stage,
+            shape=tuple(tensor.shape),
+            dtype=tensor.dtype,
+            owners=owners,
+            owned_start=0 if part is None else part.start,
+            owned_stop=0 if part is None else part.stop,
+        )
+
+    def _check_conversion(self) -> None:
+        """Convert every weight once without data, so that nothing is found missing during an update."""
+        source: dict[str, str] = {}
+        for key, info in self._infos.items():
+            meta = torch.empty(info.shape, dtype=info.dtype, device="meta")
+            try:
+                first, second = self.convert(key, meta), self.convert(key, meta)
+            except (NotImplementedError, ValueError, RuntimeError, AssertionError) as error:
+                raise UnsupportedError(f"AWEX cannot convert {info.param} {info.shape}: {error}") from error
+            if [(name, out.shape) for name, out in first] != [(name, out.shape) for name, out in second]:
+                raise UnsupportedError(f"AWEX's converter joins {info.param} with another parameter")
+            for name, _ in first:
+                if name in source:
+                    raise UnsupportedError(f"{name} would be made of both {source[name]} and {info.param}")
+                source[name] = info.param

@@ -1,0 +1,242 @@
+"""What Megatron's objects say about names, ranks and optimizer shards. Reads them, changes nothing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import megatron.core
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+from megatron.core.fp8_utils import is_float8tensor
+from megatron.core.optimizer import ChainedOptimizer, DistributedOptimizer
+from megatron.core.optimizer.optimizer import (
+    Float16OptimizerWithFloat16Params,
+    FP32Optimizer,
+    MegatronOptimizer,
+)
+
+from awex_delta.errors import UnsupportedError
+
+RankInfo = Mapping[str, int | str | bool]
+
+# The local layer spec keeps this norm apart; AWEX knows it by its place in Transformer Engine's layer.
+_LOCAL_SPEC_NAMES: Mapping[str, str] = {
+    ".input_layernorm.weight": ".self_attention.linear_qkv.layer_norm_weight",
+}
+_LAYER = re.compile(r"(?:^|\.)decoder\.layers\.(\d+)$")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """The part of one parameter that this rank steps.
+
+    optimizer: the inner `torch.optim.Optimizer`.
+    start, stop: flat range in the parameter.
+    stepped: the flat tensor that `optimizer` steps for that range.
+    main: the fp32 master of that range; None where the optimizer keeps none.
+    """
+
+    optimizer: torch.optim.Optimizer
+    start: int
+    stop: int
+    stepped: torch.Tensor
+    main: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shard:
+    """One parameter as one optimizer group sees it.
+
+    owners: trainer ranks that step it in parts, this one included, ascending.
+    part: what this rank steps; None when nothing.
+    late: what the other owners step reaches this rank only during the next forward.
+    """
+
+    param: torch.nn.Parameter
+    owners: tuple[int, ...]
+    part: Part | None
+    late: bool
+
+
+def canonical_name(name: str) -> str:
+    """A parameter's name without wrapper prefixes, as Transformer Engine's layers would name it."""
+    while name.startswith("module."):
+        name = name.removeprefix("module.")
+    for local, canonical in _LOCAL_SPEC_NAMES.items():
+        if name.endswith(local):
+            return name.removesuffix(local) + canonical
+    return name
+
+
+def named_parameters(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Canonical name and parameter of one model chunk; a shared parameter once."""
+    for name, param in chunk.named_parameters():
+        # A quantised tensor also says bf16.
+        if is_float8tensor(param) or param.dtype not in (torch.bfloat16, torch.float32):
+            raise UnsupportedError(
+                f"{canonical_name(name)} is a {type(param).__name__} of {param.dtype}; only plain bf16 and "
+                f"fp32 weights can be sent"
+            )
+        yield canonical_name(name), param
+
+
+def router_biases(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Canonical name and owning module of each `expert_bias`, the one kind of buffer that AWEX sends."""
+    for name, _ in chunk.named_buffers():
+        owner, _, last = name.rpartition(".")
+        if last == "expert_bias":
+            yield canonical_name(name), chunk.get_submodule(owner)
+
+
+def global_layer_ids(chunks: Sequence[torch.nn.Module]) -> dict[tuple[int, int], dict[int, int]]:
+    """(pipeline rank, chunk) -> local layer number -> global layer number, both from 0."""
+    pp_rank = mpu.get_pipeline_model_parallel_rank()
+    ids: dict[tuple[int, int], dict[int, int]] = {}
+    for stage, chunk in enumerate(chunks):
+        layers = ids.setdefault((pp_rank, stage), {})
+        for name, module in chunk.named_modules():
+            match = _LAYER.search(name)
+            if match:
+                layers[int(match.group(1))] = int(module.layer_number) - 1
+    return ids
+
+
+def rank_info() -> RankInfo:
+    """The fields of AWEX's RankInfo for this rank.
+
+    AWEX's own `get_mcore_rank_info` divides by the number of GPUs, which fails where there is none.
+    """
+    tp_rank, tp_size = mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size()
+    dp_rank, dp_size = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
+    cp_size = mpu.get_context_parallel_world_size()
+    global_rank = dist.get_rank()
+    return {
+        "tp_rank": tp_rank,
+        "tp_size": tp_size,
+        "pp_rank": mpu.get_pipeline_model_parallel_rank(),
+        "pp_size": mpu.get_pipeline_model_parallel_world_size(),
+        "dp_size": dp_size,
+        "dp_rank": dp_rank,
+        "ep_rank": mpu.get_expert_model_parallel_rank(),
+        "ep_size": mpu.get_expert_model_parallel_world_size(),
+        "ep_tp_rank": mpu.get_expert_tensor_parallel_rank(),
+        "ep_tp_size": mpu.get_expert_tensor_parallel_world_size(),
+        "attn_tp_rank": tp_rank,
+        "attn_tp_size": tp_size,
+        "attn_dp_rank": dp_rank,
+        "world_size": dist.get_world_size(),
+        "global_rank": global_rank,
+        "local_rank": global_rank % max(1, torch.cuda.device_count()),
+        "engine_rank": 0,
+        "is_infer": False,
+        "cp_rank": mpu.get_context_parallel_rank(),
+        "cp_size": cp_size,
+        "cp_mode": "ring" if cp_size > 1 else "none",
+    }
+
+
+def optimizer_shards(optimizer: Any) -> list[Shard]:
+    """Every parameter that Megatron's optimizer steps, on this rank or on another of its group.
+
+    Args:
+        optimizer: what `get_megatron_optimizer` returned.
+
+    Raises:
+        UnsupportedError: an optimizer class whose shards are not known, or an attribute that this
+            release of megatron-core lacks.
+
+    Collective: no.
+    """
+    try:
+        return [shard for part in _parts(optimizer) for shard in _shards_of(part)]
+    except AttributeError as error:
+        raise UnsupportedError(
+            f"megatron-core {megatron.core.__version__}: {type(error.obj).__name__} has no attribute "
+            f"{error.name}, which tells what each rank's optimizer owns; 0.16 has it"
+        ) from error
+
+
+def _parts(optimizer: Any) -> Iterator[MegatronOptimizer]:
+    if isinstance(optimizer, ChainedOptimizer):
+        for part in optimizer.chained_optimizers:
+            yield from _parts(part)
+    elif not optimizer.is_stub_optimizer:
+        # A stub stands where all parameters of a rank are frozen: it steps nothing.
+        yield optimizer
+
+
+def _shards_of(part: MegatronOptimizer) -> Iterator[Shard]:
+    if isinstance(part, DistributedOptimizer):
+        yield from _distributed_shards(part)
+    elif isinstance(part, Float16OptimizerWithFloat16Params):
+        yield from _replicated_shards(part)
+    elif isinstance(part, FP32Optimizer):
+        for group in part.optimizer.param_groups:
+            for param in group["params"]:
+                yield _whole(part.optimizer, param, None)
+    else:
+        raise UnsupportedError(
+            f"{type(part).__name__} is not known: what it owns on each rank cannot be read; "
+            f"use DistributedOptimizer or Float16OptimizerWithFloat16Params"
+        )
+
+
+def _distributed_shards(part: Any) -> Iterator[Shard]:
+    if part.ddp_config.use_megatron_fsdp:
+        raise UnsupportedError(
+            "Megatron-FSDP shards parameters, not only their optimizer state; use plain DDP"
+        )
+    spans = {
+        param: maps["param"]
+        for buffer_ranges in part.gbuf_ranges
+        for buckets in buffer_ranges.values()
+        for bucket in buckets
+        for param, maps in bucket["param_map"].items()
+    }
+    owned: dict[torch.nn.Parameter, Part] = {}
+    for param, stepped, main in _distributed_masters(part):
+        span = spans[param]
+        owned[param] = Part(
+            optimizer=part.optimizer, start=span.start, stop=span.end, stepped=stepped, main=main
+        )
+    owners = tuple(sorted(dist.get_process_group_ranks(part.data_parallel_group)))
+    late = part.ddp_config.overlap_param_gather and len(owners) > 1
+    for buffer in part.buffers:
+        for param in buffer.params:
+            yield Shard(param=param, owners=owners, part=owned.get(param), late=late)
+
+
+def _distributed_masters(
+    part: Any,
+) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor, torch.Tensor | None]]:
+    """Owned parameter, what the inner optimizer steps for it, and its fp32 master."""
+    for params, shards, mains in zip(
+        part.model_float16_groups, part.shard_float16_groups, part.shard_fp32_from_float16_groups, strict=True
+    ):
+        for param, shard, main in zip(params, shards, mains, strict=True):
+            # The precision-aware optimizer has no main here, and steps the shard itself.
+            yield param, shard if main is None else main, main
+    for params, shards in zip(part.model_fp32_groups, part.shard_fp32_groups, strict=True):
+        for param, shard in zip(params, shards, strict=True):
+            yield param, shard, None
+
+
+def _replicated_shards(part: Any) -> Iterator[Shard]:
+    for params, mains in zip(part.float16_groups, part.fp32_from_float16_groups, strict=True):
+        for param, main in zip(params, mains, strict=True):
+            yield _whole(part.optimizer, param, main)
+    for params in part.fp32_from_fp32_groups:
+        for param in params:
+            yield _whole(part.optimizer, param, None)
+
+
+def _whole(optimizer: torch.optim.Optimizer, param: torch.nn.Parameter, main: torch.Tensor | None) -> Shard:
+    # Every data-parallel rank steps all of it, so that any one of them can send it alone.
+    part = Part(
+        optimizer=optimizer, start=0, stop=param.numel(), stepped=param if main is None else main, main=main
+    )
+    return Shard(param=param, owners=(dist.get_rank(),), part=part, late=False)

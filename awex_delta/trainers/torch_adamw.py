@@ -1,0 +1,290 @@
+"""A trainer over plain tensors: bf16 weights, fp32 masters, `torch.optim.AdamW`, no model parallelism.
+
+It serves small single-process trainings, and stands in for one data-parallel rank of a bigger trainer:
+ranks built from the same seed take identical full steps, and each owns an even part of every parameter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+from awex_delta.detect import detect_changes
+from awex_delta.errors import UnsupportedError
+from awex_delta.trainers.journal import StepJournal
+from awex_delta.trainers.optimizers import moment, step_counts
+from awex_delta.types import (
+    DeltaSettings,
+    Detection,
+    OwnedSlice,
+    Reason,
+    TrainerLayout,
+    WeightInfo,
+    param_key,
+)
+
+_EMBEDDING = "model.embed_tokens.weight"
+_LM_HEAD = "lm_head.weight"
+
+
+class TorchAdamWTrainer:
+    """A `TrainerView` over named tensors that already carry their HF names."""
+
+    def __init__(
+        self,
+        *,
+        weights: Mapping[str, torch.Tensor],
+        masters: Mapping[str, torch.Tensor],
+        optimizer: torch.optim.Optimizer,
+        settings: DeltaSettings,
+        dp_rank: int = 0,
+        dp_size: int = 1,
+        architecture: str = "Qwen3ForCausalLM",
+        vocab_size: int | None = None,
+        tied_embeddings: bool = False,
+        seed: int = 0,
+    ) -> None:
+        """Watch an optimizer and the weights that it trains.
+
+        Args:
+            weights: HF name -> live tensor, parameters and buffers.
+            masters: HF name -> fp32 tensor that `optimizer` steps for the bf16 weight of that name.
+                fp32 parameters that it steps themselves, frozen weights and buffers are sent whole;
+                a bf16 weight that it steps without a master makes every update a full sync.
+            optimizer: steps the masters, and the fp32 parameters themselves; read at construction.
+            settings: as agreed with the engines.
+            dp_rank, dp_size: which even part of every parameter this rank owns.
+            architecture: `hf_config.architectures[0]`.
+            vocab_size: rows of the HF embedding; all rows when None.
+            tied_embeddings: the model serves its embedding as lm_head.
+            seed: seeds the random gradients of `train_step`.
+
+        Raises:
+            UnsupportedError: a trainable weight has no master and is not stepped itself.
+
+        Collective: no.
+        """
+        self._weights = {param_key(name, 0): tensor for name, tensor in weights.items()}
+        self._masters = {param_key(name, 0): tensor for name, tensor in masters.items()}
+        self._optimizer = optimizer
+        self._stepped = self._find_stepped()
+        self._settings = settings
+        self._dp_rank, self._dp_size = dp_rank, dp_size
+        self._seed = seed
+        self._num_train_steps = 0
+        if vocab_size is None:
+            vocab_size = weights[_EMBEDDING].shape[0] if _EMBEDDING in weights else 0
+        self._tied = tied_embeddings
+        self._layout = TrainerLayout(
+            architecture=architecture,
+            rank_info=_rank_info(dp_rank, dp_size),
+            vocab_size=vocab_size,
+            tied_embeddings=tied_embeddings,
+        )
+        self._infos = tuple(self._info(name, tensor) for name, tensor in weights.items())
+        self._journal = StepJournal()
+        if settings.enabled:
+            sparse = [info.key for info in self._infos if info.sparse]
+            self._journal.watch(optimizer, {key: self._stepped[key] for key in sparse})
+
+    @classmethod
+    def create(
+        cls,
+        shapes: Mapping[str, tuple[int, ...]],
+        *,
+        seed: int = 0,
+        lr: float = 1e-3,
+        weight_decay: float = 0.01,
+        dp_rank: int = 0,
+        dp_size: int = 1,
+        settings: DeltaSettings | None = None,
+        buffers: Mapping[str, tuple[int, ...]] | None = None,
+        fp32: Mapping[str, tuple[int, ...]] | None = None,
+        vocab_size: int | None = None,
+        tied_embeddings: bool = False,
+    ) -> TorchAdamWTrainer:
+        """Build weights drawn from N(0, 0.02), their masters and an AdamW.
+
+        Args:
+            shapes: HF name -> shape of a bf16 parameter.
+            seed: of the weights and of the random gradients; equal seeds take equal steps.
+            lr, weight_decay: of the AdamW.
+            dp_rank, dp_size: which even part of every parameter this rank owns.
+            settings: as agreed with the engines; defaults when None.
+            buffers: HF name -> shape of an fp32 buffer that no optimizer steps.
+            fp32: HF name -> shape of an fp32 parameter, stepped without a master.
+            vocab_size, tied_embeddings: as in the constructor.
+
+        Collective: no.
+        """
+        generator = torch.Generator().manual_seed(seed)
+
+        def draw(named: Mapping[str, tuple[int, ...]] | None, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+            named = named or {}
+            return {
+                n: (torch.randn(shape, generator=generator) * 0.02).to(dtype) for n, shape in named.items()
+            }
+
+        trained = draw(shapes, torch.bfloat16)
+        native = {name: tensor.requires_grad_() for name, tensor in draw(fp32, torch.float32).items()}
+        fixed = draw(buffers, torch.float32)
+        masters = {name: tensor.float().requires_grad_() for name, tensor in trained.items()}
+        optimizer = torch.optim.AdamW([*masters.values(), *native.values()], lr=lr, weight_decay=weight_decay)
+        return cls(
+            weights={**trained, **native, **fixed},
+            masters=masters,
+            optimizer=optimizer,
+            settings=settings or DeltaSettings(),
+            dp_rank=dp_rank,
+            dp_size=dp_size,
+            vocab_size=vocab_size,
+            tied_embeddings=tied_embeddings,
+            seed=seed,
+        )
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer, for schedulers and checkpoints."""
+        return self._optimizer
+
+    def train_step(self, grads: Mapping[str, torch.Tensor] | None = None) -> None:
+        """One optimizer step, then the masters rounded into the bf16 weights.
+
+        Args:
+            grads: HF name -> gradient; parameters that are not named get none and sit the step out.
+                None draws gradients from (seed, number of the step) for all of them.
+
+        Collective: no.
+        """
+        generator = torch.Generator().manual_seed(self._seed * 1_000_003 + self._num_train_steps + 1)
+        for key, param in self._stepped.items():
+            if grads is None:
+                param.grad = torch.randn(param.shape, generator=generator).to(param)
+            else:
+                param.grad = grads.get(key.removeprefix("0/"))
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        self._num_train_steps += 1
+        with torch.no_grad():
+            for key, master in self._masters.items():
+                self._weights[key].copy_(master)
+
+    def layout(self) -> TrainerLayout:
+        """One data-parallel rank without model parallelism. Collective: no."""
+        return self._layout
+
+    def weights(self) -> Sequence[WeightInfo]:
+        """All tensors, in the order in which they were given. Collective: no."""
+        return self._infos
+
+    def tensor(self, key: str) -> torch.Tensor:
+        """The live weight of `key`. Collective: no."""
+        return self._weights[key].detach()
+
+    def owned_slices(self) -> Iterator[OwnedSlice]:
+        """This rank's part of every bf16 parameter. Collective: no."""
+        infos = [info for info in self._infos if info.owned_stop > info.owned_start]
+        counts = step_counts(self._optimizer, [self._stepped[info.key] for info in infos])
+        for info, step in zip(infos, counts, strict=True):
+            stepped, master = self._stepped[info.key], self._masters.get(info.key)
+            part = slice(info.owned_start, info.owned_stop)
+            exp_avg = moment(self._optimizer, stepped, "exp_avg")
+            exp_avg_sq = moment(self._optimizer, stepped, "exp_avg_sq")
+            yield OwnedSlice(
+                param=info.param,
+                chunk=0,
+                start=info.owned_start,
+                stop=info.owned_stop,
+                main=None if master is None else master.detach().view(-1)[part],
+                weight=self.tensor(info.key).view(-1)[part],
+                exp_avg=None if exp_avg is None else exp_avg[part],
+                exp_avg_sq=None if exp_avg_sq is None else exp_avg_sq[part],
+                step=step,
+            )
+
+    def detect(self) -> Detection:
+        """Invert the last step on the owned parts. Collective: no."""
+        if not self._settings.enabled:
+            return Detection(reason=Reason.DELTA_DISABLED)
+        return detect_changes(self.owned_slices(), self._journal.plan)
+
+    def gather_params(self) -> None:
+        """Nothing to gather: every rank steps whole parameters. Collective: no."""
+
+    def committed(self) -> None:
+        """Later detections count from the weights as they are now. Collective: no."""
+        self._journal.commit(self.owned_slices())
+
+    def convert(self, key: str, tensor: torch.Tensor) -> Sequence[tuple[str, torch.Tensor]]:
+        """The tensor under its own name, and as lm_head for a tied embedding. Collective: no."""
+        name = key.removeprefix("0/")
+        if self._tied and name == _EMBEDDING:
+            return [(name, tensor), (_LM_HEAD, tensor)]
+        return [(name, tensor)]
+
+    def transfer(self) -> AbstractContextManager[None]:
+        """Gradients are freed after every step, so there is nothing to release. Collective: no."""
+        return nullcontext()
+
+    def detach(self) -> None:
+        """Remove the optimizer hooks. Collective: no."""
+        self._journal.detach()
+
+    def _info(self, name: str, tensor: torch.Tensor) -> WeightInfo:
+        key = param_key(name, 0)
+        sparse = key in self._stepped and tensor.dtype == torch.bfloat16
+        numel = math.prod(tensor.shape)
+        start, stop = numel * self._dp_rank // self._dp_size, numel * (self._dp_rank + 1) // self._dp_size
+        owns = sparse and stop > start
+        return WeightInfo(
+            param=name,
+            chunk=0,
+            shape=tuple(tensor.shape),
+            dtype=tensor.dtype,
+            owners=tuple(range(self._dp_size)) if sparse else (),
+            owned_start=start if owns else 0,
+            owned_stop=stop if owns else 0,
+        )
+
+    def _find_stepped(self) -> dict[str, torch.Tensor]:
+        in_optimizer = {param for group in self._optimizer.param_groups for param in group["params"]}
+        found: dict[str, torch.Tensor] = {}
+        for key, weight in self._weights.items():
+            candidate = self._masters.get(key, weight)
+            if candidate in in_optimizer:
+                found[key] = candidate
+            elif weight.requires_grad or key in self._masters:
+                raise UnsupportedError(
+                    f"{key.removeprefix('0/')} is trained, but the optimizer steps neither it nor a master "
+                    f"of it: hand its fp32 master to the optimizer and in `masters`, or freeze it"
+                )
+        return found
+
+
+def _rank_info(dp_rank: int, dp_size: int) -> Mapping[str, int | str | bool]:
+    return {
+        "tp_rank": 0,
+        "tp_size": 1,
+        "pp_rank": 0,
+        "pp_size": 1,
+        "dp_size": dp_size,
+        "dp_rank": dp_rank,
+        "ep_rank": 0,
+        "ep_size": 1,
+        "ep_tp_rank": 0,
+        "ep_tp_size": 1,
+        "attn_tp_rank": 0,
+        "attn_tp_size": 1,
+        "attn_dp_rank": dp_rank,
+        "world_size": dp_size,
+        "global_rank": dp_rank,
+        "local_rank": dp_rank,
+        "engine_rank": 0,
+        "is_infer": False,
+        "cp_rank": 0,
+        "cp_size": 1,
+        "cp_mode": "none",
+    }

@@ -1,0 +1,218 @@
+"""How fast detection is, against what memory allows and against the obvious eager code.
+
+    python -m benchmarks.detect --json detect.json
+
+The data is that of a reinforcement-learning step: bf16 weights from N(0, 0.02), three AdamW steps of
+lr 1e-6 and weight decay 0.01. Everything is timed in one process, in turns, with all of torch's threads,
+and compared by medians. What is timed is `detect_changes` itself, on slices of several sizes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from awex_delta.detect import detect_changes
+from awex_delta.types import AdamWStep, Detection, OwnedSlice
+
+BYTES_READ = 4 + 4 + 4 + 2  # master, two moments, weight
+BYTES_PER_ELEMENT = BYTES_READ + 1  # and a mark
+STEP = AdamWStep(lr=1e-6, weight_decay=0.01, beta1=0.9, beta2=0.999, eps=1e-8, step=3)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """A parameter after its last step, and the bf16 weights before that step."""
+
+    main: torch.Tensor
+    weight: torch.Tensor
+    exp_avg: torch.Tensor
+    exp_avg_sq: torch.Tensor
+    before: torch.Tensor
+
+    def slices(self) -> list[OwnedSlice]:
+        """The parameter cut into owned slices: large and small, beginning at odd places."""
+        numel = self.main.numel()
+        shares = (0, 0.5, 0.75, 0.8751, 0.95, 0.99, 0.9999, 1)
+        cuts = [round(share * numel) for share in shares]
+        return [self._slice(start, stop) for start, stop in zip(cuts, cuts[1:], strict=False)]
+
+    def _slice(self, start: int, stop: int) -> OwnedSlice:
+        return OwnedSlice(
+            param=f"weight.{start}",
+            chunk=0,
+            start=0,
+            stop=stop - start,
+            main=self.main[start:stop],
+            weight=self.weight[start:stop],
+            exp_avg=self.exp_avg[start:stop],
+            exp_avg_sq=self.exp_avg_sq[start:stop],
+            step=STEP.step,
+        )
+
+
+def train(num_elements: int) -> Training:
+    """Take the steps, with gradients from N(0, 1)."""
+    generator = torch.Generator().manual_seed(0)
+    main = (torch.randn(num_elements, generator=generator) * 0.02).bfloat16().float()
+    optimizer = torch.optim.AdamW(
+        [main],
+        lr=STEP.lr,
+        weight_decay=STEP.weight_decay,
+        betas=(STEP.beta1, STEP.beta2),
+        eps=STEP.eps,
+    )
+    for _ in range(STEP.step):
+        before = main.bfloat16()
+        main.grad = torch.randn(num_elements, generator=generator)
+        optimizer.step()
+    main.grad = None
+    state = optimizer.state[main]
+    return Training(
+        main=main,
+        weight=main.bfloat16(),
+        exp_avg=state["exp_avg"],
+        exp_avg_sq=state["exp_avg_sq"],
+        before=before,
+    )
+
+
+def detect(training: Training) -> Detection:
+    """What the product does in every update."""
+    return detect_changes(training.slices(), lambda _: STEP)
+
+
+def reconstruct_cast_compare(training: Training) -> torch.Tensor:
+    """What anyone would write first: fp32, eager, over the whole tensor, and without an error bound."""
+    c1, c2 = 1 - STEP.beta1**STEP.step, 1 - STEP.beta2**STEP.step
+    update = STEP.lr * (training.exp_avg / c1) / ((training.exp_avg_sq / c2).sqrt() + STEP.eps)
+    old = (training.main + update) / (1 - STEP.lr * STEP.weight_decay)
+    return (old.bfloat16() != training.weight).nonzero()
+
+
+def missed(training: Training, detection: Detection) -> int:
+    """Truly changed elements that were not found."""
+    changed = training.before.view(torch.int16) != training.weight.view(torch.int16)
+    for changes in detection.changes:
+        start = int(changes.key.rpartition(".")[2])
+        changed[changes.index + start] = False
+    return int(changed.sum())
+
+
+def peak_extra_bytes(function: Callable[[], Detection]) -> int:
+    """High-water mark of resident memory while a detection runs, less what it returns.
+
+    The kernel counts it, so it covers every allocator. Freed memory that the allocator kept is handed
+    back before, for otherwise a peak could hide in it. Linux only.
+    """
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
+    before = _status_bytes("VmRSS")
+    detection = function()
+    peak = _status_bytes("VmHWM")
+    returned = sum(changes.index.nbytes + changes.code.nbytes for changes in detection.changes)
+    return peak - before - returned
+
+
+def _status_bytes(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name == field:
+            return int(value.split()[0]) * 1024
+    raise OSError(f"/proc/self/status has no {field}")
+
+
+def seconds(function: Callable[[], object]) -> float:
+    """Wall time of one call."""
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start
+
+
+def environment() -> dict[str, object]:
+    """What the numbers belong to."""
+    models = [
+        line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")
+    ]
+    return {
+        "cpu": models[0].partition(":")[2].strip() if models else platform.processor(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def run(*, num_elements: int = 32_000_000, repeats: int = 5) -> dict[str, object]:
+    """Measure detection on this machine's CPUs.
+
+    Args:
+        num_elements: owned elements; above 16 million the compiled pass is used.
+        repeats: how often each thing is timed.
+
+    Returns:
+        ratio_to_copy_bound: elements per second, relative to the bandwidth of a memory copy (bytes read
+            and written) over 15 bytes an element. speedup_over_eager: relative to
+            `reconstruct_cast_compare`. elements_per_second, peak_extra_bytes, changed_share, extra_share
+            (sent without need, relative to changed), num_missed, samples in seconds, environment, config.
+    """
+    training = train(num_elements)
+    target = torch.empty_like(training.main)
+    timed: Mapping[str, Callable[[], object]] = {
+        "copy": lambda: target.copy_(training.main),
+        "detect": lambda: detect(training),
+        "eager": lambda: reconstruct_cast_compare(training),
+    }
+    first_call = seconds(timed["detect"])
+    samples: dict[str, list[float]] = {name: [] for name in timed}
+    for repeat in range(repeats + 1):
+        for name, function in timed.items():
+            elapsed = seconds(function)
+            if repeat > 0:  # the first round warms up
+                samples[name].append(elapsed)
+    copy, ours, eager = (statistics.median(samples[name]) for name in ("copy", "detect", "eager"))
+
+    detection = detect(training)
+    num_found = sum(changes.num_changed for changes in detection.changes)
+    num_changed = int((training.before.view(torch.int16) != training.weight.view(torch.int16)).sum())
+    bandwidth = 2 * training.main.nbytes / copy
+    return {
+        "ratio_to_copy_bound": (num_elements / ours) / (bandwidth / BYTES_PER_ELEMENT),
+        "speedup_over_eager": eager / ours,
+        "elements_per_second": num_elements / ours,
+        "peak_extra_bytes": peak_extra_bytes(lambda: detect(training)),
+        "changed_share": num_changed / num_elements,
+        "extra_share": (num_found - num_changed) / max(num_changed, 1),
+        "num_missed": missed(training, detection),
+        "copy_bytes_per_second": bandwidth,
+        "first_call_seconds": first_call,
+        "samples": samples,
+        "environment": environment(),
+        "config": {"num_elements": num_elements, "repeats": repeats},
+    }
+
+
+def main() -> None:
+    """Run from the command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--num-elements", type=int, default=32_000_000)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--json", type=Path, help="write the result here as well")
+    arguments = parser.parse_args()
+    result = run(num_elements=arguments.num_elements, repeats=arguments.repeats)
+    text = json.dumps(result, indent=2)
+    print(text)
+    if arguments.json is not None:
+        arguments.json.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()

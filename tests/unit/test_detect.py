@@ -1,0 +1,377 @@
+"""From owned slices to change sets: gates, pieces, compilation."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+import torch._functorch.config
+import torch._inductor.config
+
+from awex_delta import detect
+from awex_delta.detect import detect_changes
+from awex_delta.errors import UnsupportedError
+from awex_delta.numerics import adamw
+from awex_delta.types import AdamWStep, Detection, OwnedSlice, Reason
+
+STEP = AdamWStep(lr=1e-5, weight_decay=0.01, beta1=0.9, beta2=0.999, eps=1e-8, step=1)
+
+
+class Training:
+    """One bf16 parameter with an fp32 master and torch's AdamW, and a snapshot of what was committed."""
+
+    def __init__(self, numel: int = 4096, *, step: AdamWStep = STEP, num_steps: int = 1) -> None:
+        self.used = replace(step, step=num_steps)
+        self.main = (torch.randn(numel) * 0.02).bfloat16().float()
+        self.optimizer = torch.optim.AdamW(
+            [self.main],
+            lr=step.lr,
+            weight_decay=step.weight_decay,
+            betas=(step.beta1, step.beta2),
+            eps=step.eps,
+        )
+        for _ in range(num_steps):
+            self.committed = self.main.bfloat16()
+            self.main.grad = torch.randn(numel)
+            self.optimizer.step()
+
+    def slice(self, *, start: int = 0, param: str = "p") -> OwnedSlice:
+        state = self.optimizer.state[self.main]
+        return OwnedSlice(
+            param=param,
+            chunk=0,
+            start=start,
+            stop=start + self.main.numel(),
+            main=self.main.detach(),
+            weight=self.main.bfloat16(),
+            exp_avg=state["exp_avg"],
+            exp_avg_sq=state["exp_avg_sq"],
+            step=self.used.step,
+        )
+
+    def changed(self) -> torch.Tensor:
+        return (self.committed.view(torch.int16) != self.main.bfloat16().view(torch.int16)).nonzero().view(-1)
+
+
+def found(detection: Detection, key: str = "0/p") -> torch.Tensor:
+    assert detection.reason is Reason.NONE, detection
+    by_key = {changes.key: changes.index for changes in detection.changes}
+    return by_key.get(key, torch.empty(0, dtype=torch.int64))
+
+
+def holds(indices: torch.Tensor, wanted: torch.Tensor) -> bool:
+    return bool(torch.isin(wanted, indices).all())
+
+
+@pytest.mark.parametrize("start", [0, 7])
+def test_changes_are_found_at_their_place_in_the_parameter(start: int) -> None:
+    training = Training()
+    detection = detect_changes([training.slice(start=start)], lambda _: training.used)
+    index = found(detection)
+    assert holds(index, training.changed() + start)
+    assert index.numel() <= training.changed().numel() + 4
+    assert bool((index.diff() > 0).all())
+    assert detection.changes[0].code.dtype == torch.int8
+    assert 0 not in detection.changes[0].code.tolist()
+    assert detection.num_owned == 4096
+
+
+def test_pieces_of_every_size_give_the_same_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    training = Training(3000, step=replace(STEP, lr=1e-3))
+    whole = detect_changes([training.slice()], lambda _: training.used).changes[0]
+    monkeypatch.setattr(detect, "_EAGER_PIECE", 700)
+    monkeypatch.setattr(detect, "_MARKED_PIECE", 64)
+    parts = detect_changes([training.slice()], lambda _: training.used).changes[0]
+    assert whole.num_changed > 1000
+    assert torch.equal(whole.index, parts.index)
+    assert torch.equal(whole.code, parts.code)
+
+
+def test_every_slice_is_inverted_with_its_own_step() -> None:
+    # lr and decay differ by group (biases, experts), and so does the step of what joined later.
+    steps = {
+        "a": STEP,
+        "b": replace(STEP, lr=1e-4, weight_decay=0.0),
+        "c": replace(STEP, lr=1e-6, eps=1e-6),
+        "d": replace(STEP, weight_decay=0.3),
+    }
+    trainings = {name: Training(step=step, num_steps=1 + i) for i, (name, step) in enumerate(steps.items())}
+    for order in (list(steps), list(steps)[::-1]):
+        detection = detect_changes(
+            [trainings[name].slice(param=name) for name in order],
+            lambda owned: trainings[owned.param].used,
+        )
+        for name, training in trainings.items():
+            assert holds(found(detection, f"0/{name}"), training.changed())
+
+
+def test_the_answer_does_not_depend_on_a_scheduler_that_moved_on() -> None:
+    training = Training(num_steps=3)
+    before = found(detect_changes([training.slice()], lambda _: training.used))
+    training.optimizer.param_groups[0]["lr"] = 0.0
+    training.optimizer.param_groups[0]["weight_decay"] = 0.5
+    assert torch.equal(found(detect_changes([training.slice()], lambda _: training.used)), before)
+
+
+def test_a_step_without_gradients_is_an_ordinary_step() -> None:
+    training = Training(num_steps=2)
+    training.committed = training.main.bfloat16()
+    training.main.grad = torch.zeros_like(training.main)
+    training.optimizer.step()
+    training.used = replace(training.used, step=3)
+    assert training.changed().numel() > 0  # momentum and decay still move weights
+    assert holds(found(detect_changes([training.slice()], lambda _: training.used)), training.changed())
+
+
+def test_a_slice_that_no_step_moved_has_no_changes() -> None:
+    training = Training()
+    detection = detect_changes([training.slice()], lambda _: None)
+    assert detection == Detection(num_owned=4096)
+
+
+def test_the_identity_step_has_no_changes() -> None:
+    training = Training(step=replace(STEP, lr=0.0, weight_decay=0.0), num_steps=2)
+    assert found(detect_changes([training.slice()], lambda _: training.used)).numel() == 0
+
+
+def test_a_zero_that_stays_zero_is_sent_once() -> None:
+    weights = torch.zeros(64)
+    weights[:32] = 0.5
+    counts = []
+    training = Training(64, num_steps=0)
+    training.main.copy_(weights)
+    for number in (1, 2, 3):
+        training.main.grad = torch.zeros(64)
+        training.main.grad[:32] = 1.0
+        training.optimizer.step()
+        training.used = replace(training.used, step=number)
+        index = found(detect_changes([training.slice()], lambda _: training.used))
+        counts.append(int((index >= 32).sum()))
+    assert counts == [32, 0, 0]
+
+
+def test_nothing_owned_is_nothing_changed() -> None:
+    assert detect_changes([], lambda _: STEP) == Detection()
+    empty = Training(0).slice()
+    assert detect_changes([empty], lambda _: STEP) == Detection()
+    assert detect_changes([empty], lambda _: None) == Detection()
+
+
+def with_element(tensor: torch.Tensor | None, value: float) -> torch.Tensor:
+    assert tensor is not None
+    changed = tensor.clone()
+    changed[1234] = value
+    return changed
+
+
+Change = Callable[[OwnedSlice], OwnedSlice]
+
+DAMAGE: dict[str, tuple[Change, Reason]] = {
+    "no master": (lambda s: replace(s, main=None), Reason.NO_FP32_MASTER),
+    "a bf16 master": (lambda s: replace(s, main=s.weight), Reason.NO_FP32_MASTER),
+    "the remainder of a split master": (
+        lambda s: replace(s, main=torch.zeros(4096, dtype=torch.int16)),
+        Reason.NO_FP32_MASTER,
+    ),
+    "no exp_avg": (lambda s: replace(s, exp_avg=None), Reason.MOMENTS_MISSING),
+    "no exp_avg_sq": (lambda s: replace(s, exp_avg_sq=None), Reason.MOMENTS_MISSING),
+    "freed moments": (lambda s: replace(s, exp_avg=torch.empty(0)), Reason.MOMENTS_MISSING),
+    "moments of another length": (
+        lambda s: replace(s, exp_avg_sq=torch.zeros(4095)),
+        Reason.MOMENTS_MISSING,
+    ),
+    "bf16 moments": (
+        lambda s: replace(s, exp_avg=torch.zeros(4096, dtype=torch.bfloat16)),
+        Reason.MOMENTS_INVALID,
+    ),
+    "fp16 moments": (
+        lambda s: replace(s, exp_avg=torch.zeros(4096, dtype=torch.float16)),
+        Reason.MOMENTS_INVALID,
+    ),
+    "scaled 8-bit moments": (
+        lambda s: replace(s, exp_avg_sq=torch.zeros(4096, dtype=torch.uint8)),
+        Reason.MOMENTS_INVALID,
+    ),
+    "NaN in exp_avg": (
+        lambda s: replace(s, exp_avg=with_element(s.exp_avg, float("nan"))),
+        Reason.MOMENTS_INVALID,
+    ),
+    "infinity in exp_avg": (
+        lambda s: replace(s, exp_avg=with_element(s.exp_avg, float("inf"))),
+        Reason.MOMENTS_INVALID,
+    ),
+    "infinity in exp_avg_sq": (
+        lambda s: replace(s, exp_avg_sq=with_element(s.exp_avg_sq, float("inf"))),
+        Reason.MOMENTS_INVALID,
+    ),
+    "a negative exp_avg_sq": (
+        lambda s: replace(s, exp_avg_sq=with_element(s.exp_avg_sq, -1e-12)),
+        Reason.MOMENTS_INVALID,
+    ),
+    "a replaced weight": (
+        lambda s: replace(s, weight=with_element(s.weight, 0.5)),
+        Reason.MASTER_MISMATCH,
+    ),
+    "all weights replaced": (
+        lambda s: replace(s, weight=torch.randn(4096).bfloat16()),
+        Reason.MASTER_MISMATCH,
+    ),
+    "a counter that stands elsewhere": (lambda s: replace(s, step=7), Reason.HYPERPARAMETERS_INVALID),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_every_gate_names_its_reason_and_parameter(damage: str) -> None:
+    change, reason = DAMAGE[damage]
+    training = Training()
+    good = Training().slice(param="good")
+    bad = change(training.slice(param="bad"))
+    detection = detect_changes([good, bad], lambda _: training.used)
+    assert detection.reason is reason
+    assert "0/bad" in detection.detail
+    assert detection.changes == ()
+    assert detection.num_owned == 8192
+
+
+def test_a_replaced_weight_is_found_where_no_step_ran() -> None:
+    for element in (0, 4095):
+        owned = Training().slice()
+        owned.weight[element] = 0.5
+        detection = detect_changes([owned], lambda _: None)
+        assert (detection.reason, detection.detail) == (Reason.MASTER_MISMATCH, "0/p")
+
+
+def test_nan_weights_are_not_a_mismatch_and_are_sent() -> None:
+    training = Training()
+    training.main[3] = float("nan")
+    assert detect_changes([training.slice()], lambda _: None).reason is Reason.NONE
+    assert 3 in found(detect_changes([training.slice()], lambda _: training.used)).tolist()
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        pytest.param(replace(STEP, step=0), id="step 0"),
+        pytest.param(replace(STEP, lr=1.0, weight_decay=1.0), id="nothing left of the weight"),
+        pytest.param(replace(STEP, lr=float("nan")), id="lr is NaN"),
+        pytest.param(replace(STEP, beta2=1.0), id="beta2 is 1"),
+        pytest.param(replace(STEP, eps=-1e-8), id="negative eps"),
+    ],
+)
+def test_a_record_that_cannot_be_inverted_is_a_reason(step: AdamWStep) -> None:
+    owned = replace(Training().slice(), step=step.step)
+    detection = detect_changes([owned], lambda _: step)
+    assert detection.reason is Reason.HYPERPARAMETERS_INVALID
+    assert "0/p" in detection.detail
+
+
+def test_moments_of_steps_that_the_counter_does_not_know_are_a_reason() -> None:
+    # An optimizer state loaded without its counter.
+    owned = replace(Training().slice(), step=0)
+    assert detect_changes([owned], lambda _: None).reason is Reason.HYPERPARAMETERS_INVALID
+    zeros = replace(owned, exp_avg=torch.zeros(4096), exp_avg_sq=torch.zeros(4096))
+    assert detect_changes([zeros], lambda _: None).reason is Reason.NONE
+    fresh = replace(owned, exp_avg=None, exp_avg_sq=None)
+    assert detect_changes([fresh], lambda _: None).reason is Reason.NONE
+
+
+def test_the_worst_reason_wins() -> None:
+    owned = Training().slice()
+    plans = {"a": Reason.STEP_GAP, "b": Reason.NOT_ADAMW, "c": Reason.NO_STEP_RECORD}
+    slices = [replace(owned, param=name) for name in plans]
+    detection = detect_changes(slices, lambda each: plans[each.param])
+    assert (detection.reason, detection.detail) == (Reason.NOT_ADAMW, "0/b")
+    slices.append(replace(owned, param="a", main=None))
+    assert detect_changes(slices, lambda each: plans[each.param]).reason is Reason.NO_FP32_MASTER
+
+
+def test_a_view_that_does_not_fit_is_an_error() -> None:
+    owned = Training().slice()
+    with pytest.raises(UnsupportedError, match="0/p: detection needs 4096 bf16 weights"):
+        detect_changes([replace(owned, weight=owned.weight.float())], lambda _: STEP)
+    with pytest.raises(UnsupportedError, match="master of 4096 weights is 4095"):
+        detect_changes([replace(owned, main=torch.zeros(4095))], lambda _: STEP)
+
+
+def test_slices_are_only_read() -> None:
+    training = Training()
+    owned = training.slice()
+    everything = (owned.main, owned.weight, owned.exp_avg, owned.exp_avg_sq)
+    tensors = [tensor for tensor in everything if tensor is not None]
+    copies = [tensor.clone() for tensor in tensors]
+    detect_changes([owned], lambda _: training.used)
+    assert all(torch.equal(*pair) for pair in zip(copies, tensors, strict=True))
+
+
+@pytest.fixture
+def fresh_compilation() -> Iterator[None]:
+    """Nothing compiled before is used, and nothing compiled here is kept."""
+    detect._compiled_mark.cache_clear()
+    torch._dynamo.reset()
+    yield
+    detect._compiled_mark.cache_clear()
+    torch._dynamo.reset()
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.usefixtures("fresh_compilation")
+def test_one_compilation_serves_all_sizes_and_steps(caplog: pytest.LogCaptureFixture) -> None:
+    kinds = ((4095, 1e-5, 1), (4096, 1e-5, 2), (9999, 1e-3, 3), (70_001, 1e-4, 2), (1, 1e-3, 1))
+    trainings = {
+        str(numel): Training(numel, step=replace(STEP, lr=lr), num_steps=num_steps)
+        for numel, lr, num_steps in kinds
+    }
+    slices = [training.slice(param=name) for name, training in trainings.items()]
+    # Views that begin anywhere, as those into the buffers of a distributed optimizer do.
+    longest = trainings["70001"].slice(param="70001")
+    for first in (1, 3, 8):
+        cut = {name: getattr(longest, name)[first:] for name in ("main", "weight", "exp_avg", "exp_avg_sq")}
+        slices.append(replace(longest, param="70001", chunk=first, start=first, **cut))
+
+    torch._dynamo.utils.counters.clear()
+    detection = detect_changes(slices, lambda owned: trainings[owned.param].used, compiled=True)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert not [record for record in caplog.records if record.name.startswith("awex_delta")]
+
+    eager = detect_changes(slices, lambda owned: trainings[owned.param].used, compiled=False)
+    for owned in slices:
+        changed = trainings[owned.param].changed()
+        changed = changed[changed >= owned.start]
+        assert holds(found(detection, owned.key), changed)
+        # Compiled arithmetic may round differently, and so be certain of others.
+        assert found(detection, owned.key).numel() <= found(eager, owned.key).numel() + 4
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.usefixtures("fresh_compilation")
+def test_the_compiled_pass_rounds_to_bf16_and_marks_what_is_special() -> None:
+    values = [0.0, -0.0, float("inf"), float("nan"), 1e-40, 2.0**-126, 1.0, 1.0 + 2.0**-8, -3.0]
+    moments = [0.0, -0.0, 1e-3, -1e-3, float("inf"), float("nan")]
+    squares = [0.0, 1e-6, -1e-6, float("inf"), float("nan"), 3e38]
+    grid = torch.cartesian_prod(*(torch.tensor(each).repeat(3) for each in (values, moments, squares)))
+    main, exp_avg, exp_avg_sq = (column.contiguous() for column in grid.unbind(1))
+    coefficients = adamw.invert(replace(STEP, step=3)).coefficients(torch.device("cpu"))
+    arguments = (main, exp_avg, exp_avg_sq, main.bfloat16(), coefficients)
+    compiled = detect._compiled_mark("cpu")
+    assert compiled is not None
+    assert grid.shape[0] % 16 != 0  # the last vector is not full
+    assert torch.equal(compiled(*arguments), adamw.may_have_changed(*arguments))
+
+
+@pytest.mark.usefixtures("fresh_compilation")
+def test_without_a_compiler_detection_runs_eagerly(caplog: pytest.LogCaptureFixture) -> None:
+    training = Training(8192)
+    with (
+        torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",), "fx_graph_cache": False}),
+        torch._functorch.config.patch({"enable_autograd_cache": False}),
+        caplog.at_level(logging.WARNING, logger="awex_delta.detect"),
+    ):
+        detections = [
+            detect_changes([training.slice()], lambda _: training.used, compiled=True) for _ in range(2)
+        ]
+    for detection in detections:
+        assert holds(found(detection), training.changed())
+    assert [record.name for record in caplog.records] == ["awex_delta.detect"]  # once, not at every update
