@@ -42,25 +42,26 @@ class Relocation:
     dst: torch.Tensor
     length: torch.Tensor
 
-    def map(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def map(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | slice]:
         """Find where changed elements go.
 
         Args:
             index: int64 [n], ascending flat positions in the local parameter, no position twice.
 
         Returns:
-            Ascending flat positions int64 [k] in the HF tensor, and for each the place int64 [k] in
-            `index` whose element goes there. An element that goes to another HF tensor, or to none, is
-            left out. Where nothing moves, the first is `index` itself.
+            Ascending flat positions int64 [k] in the HF tensor, and for each the place in `index` whose
+            element goes there (int64 [k], or a slice). An element that goes to another HF tensor, or to
+            none, is left out.
 
         Collective: no.
         """
         src, dst, length = (table.to(index.device) for table in (self.src, self.dst, self.length))
         first = torch.searchsorted(index, src)
         count = torch.searchsorted(index, src + length) - first
-        if self.src.numel() == 1 and int(count) == index.numel():
-            everything = torch.arange(index.numel(), device=index.device)
-            return (index if self.src.equal(self.dst) else index + (dst - src)), everything
+        if self.src.numel() == 1:
+            begin, shift = int(first), int(self.dst) - int(self.src)
+            here = slice(begin, begin + int(count))
+            return (index[here] + shift if shift else index[here]), here
         run = torch.repeat_interleave(count)
         pick = torch.arange(run.numel(), device=index.device) + (first - count.cumsum(0) + count)[run]
         return index[pick] + (dst - src)[run], pick

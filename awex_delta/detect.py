@@ -1,8 +1,8 @@
 """Owned slices -> the elements that one optimizer step changed. Rank-local, without a snapshot.
 
-Two passes over pieces of a slice. The first reads everything once and marks what is not certainly
-unchanged; it is compiled where that pays. The second looks at the marked few, exactly, and states how
-far each moved. Besides the returned indices and codes, extra memory stays below 64 MiB.
+A slice is read once, in pieces, by one fused expression that is compiled where that pays. The few elements
+for which it states no step are looked at again, exactly. Besides the returned indices and codes, and a copy
+of those of one slice while they are joined, extra memory stays below 64 MiB.
 """
 
 from __future__ import annotations
@@ -17,18 +17,19 @@ import torch
 
 from awex_delta.errors import NumericsError, UnsupportedError
 from awex_delta.numerics import adamw
+from awex_delta.numerics.ulp import UNSTATED
 from awex_delta.types import AdamWStep, ChangeSet, Detection, OwnedSlice, Reason
 
 Plan = Callable[[OwnedSlice], AdamWStep | Reason | None]
 """Which step to invert for a slice; None when no step moved it since the commit; or why neither is known."""
 
-_Mark = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+_ChangeCodes = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
-# Elements at a time. Compiled marking holds one byte for each, eager marking some fp32 temporaries, and
-# the second pass about a hundred bytes for each marked element.
+# Elements at a time: the compiled expression holds one byte for each and eight if all changed, the eager one
+# some fp32 temporaries, and the second look about sixty bytes.
 _COMPILED_PIECE = 1 << 21
 _EAGER_PIECE = 1 << 18
-_MARKED_PIECE = 1 << 18
+_EXAMINED_PIECE = 1 << 18
 # Compiling takes seconds, once a process: fewer owned elements than this never earn them back.
 _WORTH_COMPILING = 1 << 24
 # Shorter pieces gain nothing, and torch would compile again for sizes 0 and 1.
@@ -56,17 +57,15 @@ class _Doubt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Marker:
-    """The first pass: how, and on how many elements at a time."""
+class _Pass:
+    """How to compute codes, and on how many elements at a time."""
 
-    mark: _Mark
+    change_codes: _ChangeCodes
     piece: int
 
-    def __call__(self, state: adamw.State, coefficients: torch.Tensor) -> torch.Tensor:
-        """Ascending int64 positions of the elements that are not certainly unchanged."""
-        mark = self.mark if state.weight.numel() >= _SHORTEST_COMPILED else adamw.may_have_changed
-        marked = mark(state.main, state.exp_avg, state.exp_avg_sq, state.weight, coefficients)
-        return marked.view(torch.bool).nonzero().view(-1)
+    def codes(self, state: adamw.State, coefficients: torch.Tensor) -> torch.Tensor:
+        function = self.change_codes if state.weight.numel() >= _SHORTEST_COMPILED else adamw.change_codes
+        return function(state.main, state.exp_avg, state.exp_avg_sq, state.weight, coefficients)
 
 
 def detect_changes(slices: Iterable[OwnedSlice], plan: Plan, *, compiled: bool | None = None) -> Detection:
@@ -75,8 +74,8 @@ def detect_changes(slices: Iterable[OwnedSlice], plan: Plan, *, compiled: bool |
     Args:
         slices: the owned ranges with their live optimizer state. Read only; nothing is kept.
         plan: asked once for each slice.
-        compiled: True compiles the first pass (falling back to eager where no compiler works), False
-            does not, None decides by the number of elements. The answer is certified either way.
+        compiled: True compiles (falling back to eager where no compiler works), False does not, None
+            decides by the number of elements. The answer is certified either way.
 
     Returns:
         One change set for each slice with changes; or, when any slice cannot be inverted, the worst
@@ -87,7 +86,7 @@ def detect_changes(slices: Iterable[OwnedSlice], plan: Plan, *, compiled: bool |
 
     Collective: no.
     """
-    planned = [(owned, plan(owned)) for owned in slices]
+    planned = [(owned, plan(owned)) for owned in slices if owned.stop > owned.start]
     num_owned = sum(owned.stop - owned.start for owned, _ in planned)
     refusals = [refusal for owned, step in planned for refusal in _refusals(owned, step)]
     if refusals:
@@ -100,7 +99,7 @@ def detect_changes(slices: Iterable[OwnedSlice], plan: Plan, *, compiled: bool |
     with torch.no_grad():
         for owned, step in planned:
             if isinstance(step, AdamWStep):
-                found = _invert(owned, step, _marker(owned.weight.device.type, compiled=compiled), doubts)
+                found = _invert(owned, step, _pass(owned.weight.device.type, compiled=compiled), doubts)
                 changes += [found] if found.num_changed else []
             else:
                 doubts += _doubts_of_unmoved(owned)
@@ -168,10 +167,8 @@ def _doubts_of_unmoved(owned: OwnedSlice) -> Iterator[_Doubt]:
                 yield _Doubt(refusal=uncounted, flag=moment.any())
 
 
-def _invert(owned: OwnedSlice, step: AdamWStep, marker: _Marker, doubts: list[_Doubt]) -> ChangeSet:
+def _invert(owned: OwnedSlice, step: AdamWStep, how: _Pass, doubts: list[_Doubt]) -> ChangeSet:
     """The changes of one slice; what may be wrong with its tensors is added to `doubts`."""
-    mismatch = _Refusal(reason=Reason.MASTER_MISMATCH, detail=owned.key)
-    invalid = _Refusal(reason=Reason.MOMENTS_INVALID, detail=owned.key)
     inversion = adamw.invert(step)
     coefficients = inversion.coefficients(owned.weight.device)
     state = adamw.State(
@@ -181,20 +178,29 @@ def _invert(owned: OwnedSlice, step: AdamWStep, marker: _Marker, doubts: list[_D
         weight=owned.weight.detach(),
     )
     index, code = [], []
-    for start in range(0, state.weight.numel(), marker.piece):
-        part = state.part(start, start + marker.piece)
-        for marked in torch.split(marker(part, coefficients), _MARKED_PIECE):
-            codes = adamw.change_codes(part.pick(marked), coefficients, zeros_stay=inversion.zeros_stay)
-            doubts.append(_Doubt(refusal=mismatch, flag=codes.master_mismatch))
-            doubts.append(_Doubt(refusal=invalid, flag=codes.moments_invalid))
-            changed = codes.code.nonzero().view(-1)
-            index.append(marked[changed] + (owned.start + start))
-            code.append(codes.code[changed])
-    if not index:
-        return ChangeSet(
-            key=owned.key, index=torch.empty(0, dtype=torch.int64), code=torch.empty(0, dtype=torch.int8)
-        )
+    for start in range(0, state.weight.numel(), how.piece):
+        part = state.part(start, start + how.piece)
+        codes = how.codes(part, coefficients)
+        changed = codes.nonzero().view(-1)
+        doubts += _examine(part, codes, changed, owned.key, zeros_stay=inversion.zeros_stay)
+        changed = changed.take(codes.take(changed).nonzero().view(-1))
+        index.append(changed + (owned.start + start))
+        code.append(codes.take(changed))
     return ChangeSet(key=owned.key, index=torch.cat(index), code=torch.cat(code))
+
+
+def _examine(
+    part: adamw.State, codes: torch.Tensor, changed: torch.Tensor, key: str, *, zeros_stay: bool
+) -> Iterator[_Doubt]:
+    """Clear the codes of zeros that stay zero, and doubt what may be wrong with the tensors."""
+    mismatch = _Refusal(reason=Reason.MASTER_MISMATCH, detail=key)
+    invalid = _Refusal(reason=Reason.MOMENTS_INVALID, detail=key)
+    unstated = changed.take((codes.take(changed) == UNSTATED).nonzero().view(-1))
+    for some in torch.split(unstated, _EXAMINED_PIECE):
+        seen = adamw.examine(part.pick(some), zeros_stay=zeros_stay)
+        codes[some] = codes.take(some).masked_fill(seen.still_zero, 0)
+        yield _Doubt(refusal=mismatch, flag=seen.master_mismatch)
+        yield _Doubt(refusal=invalid, flag=seen.moments_invalid)
 
 
 def _present(tensor: torch.Tensor | None) -> torch.Tensor:
@@ -203,27 +209,27 @@ def _present(tensor: torch.Tensor | None) -> torch.Tensor:
     return tensor
 
 
-def _marker(device_type: str, *, compiled: bool) -> _Marker:
-    mark = _compiled_mark(device_type) if compiled else None
-    if mark is None:
-        return _Marker(mark=adamw.may_have_changed, piece=_EAGER_PIECE)
-    return _Marker(mark=mark, piece=_COMPILED_PIECE)
+def _pass(device_type: str, *, compiled: bool) -> _Pass:
+    function = _compiled_change_codes(device_type) if compiled else None
+    if function is None:
+        return _Pass(change_codes=adamw.change_codes, piece=_EAGER_PIECE)
+    return _Pass(change_codes=function, piece=_COMPILED_PIECE)
 
 
 @functools.cache
-def _compiled_mark(device_type: str) -> _Mark | None:
-    """The first pass compiled, once a process; None where that fails."""
+def _compiled_change_codes(device_type: str) -> _ChangeCodes | None:
+    """Compiled once a process; None where that fails."""
     # Sizes are dynamic, and what changes at every step comes in a tensor: one compilation serves all.
     # Without the option, compilers keep a value that was cast to bf16 and back in fp32, unrounded.
     try:
-        mark = torch.compile(
-            adamw.may_have_changed, fullgraph=True, dynamic=True, options={"emulate_precision_casts": True}
+        function = torch.compile(
+            adamw.change_codes, fullgraph=True, dynamic=True, options={"emulate_precision_casts": True}
         )
         # Distinct tensors, as later: one that stood for all would be compiled for.
         main, exp_avg, exp_avg_sq = (torch.zeros(_SHORTEST_COMPILED, device=device_type) for _ in range(3))
-        mark(main, exp_avg, exp_avg_sq, main.to(torch.bfloat16), torch.zeros(9, device=device_type))
+        function(main, exp_avg, exp_avg_sq, main.to(torch.bfloat16), torch.zeros(9, device=device_type))
     except _COMPILER_FAILURES as error:
         cause = str(error).partition("\n")[0]
         _log.warning("change detection runs uncompiled, several times slower: %s", cause)
         return None
-    return mark
+    return function

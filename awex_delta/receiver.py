@@ -228,10 +228,11 @@ class Receiver:
             if not change.value.numel():
                 continue
             target = self._targets[region.name][region.target.slices]
+            value = change.value.to(target.device)
             if change.index is None:
-                target.copy_(change.value.view(target.shape))
+                target.copy_(value.view(target.shape))
             else:
-                scatter_into(target, change.index, change.value)
+                scatter_into(target, change.index.to(target.device), value)
             applied += change.value.numel()
         self._view.synchronize()
         return applied

@@ -121,7 +121,8 @@ class Router:
             if all(output.sparse for output in route.outputs):
                 self._add_by_value(frames, changes)
             return  # otherwise the chosen sender sends it whole
-        value = self._view.tensor(changes.key).detach().reshape(-1)[changes.index]
+        flat = self._view.tensor(changes.key).detach().reshape(-1)
+        value = flat.index_select(0, changes.index)
         for relocation in route.relocations:
             index, pick = relocation.map(changes.index)
             found = Changed(index=index, value=value[pick].to(relocation.dtype), code=changes.code[pick])

@@ -115,7 +115,7 @@ def scatter_into(view: torch.Tensor, index: torch.Tensor, values: torch.Tensor) 
         flat = cells.view(-1)
     else:
         flat, offsets = _span(cells), _strided_offsets(cells, offsets)
-    flat.index_copy_(0, offsets, values.detach().view(bits))
+    flat.scatter_(0, offsets, values.detach().view(bits))
 
 
 def _span(cells: torch.Tensor) -> torch.Tensor:

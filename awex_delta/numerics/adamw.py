@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import torch
 
 from awex_delta.errors import NumericsError
-from awex_delta.numerics.ulp import UNSTATED, round_to_bf16, step_code
+from awex_delta.numerics.ulp import MAX_STEP, UNSTATED, round_to_bf16
 from awex_delta.types import AdamWStep
 
 _E = 2.0**-24  # unit roundoff of fp32
@@ -38,6 +38,8 @@ _NEXT_ORDER = 1.0 + 2.0**-16  # products of errors, and the rounding of r itself
 _SMALL_EPS = 2.0**-40
 # Outside these, scalars under- or overflow in some kernels.
 _MIN_LR, _MAX_EPS = 2.0**-64, 2.0**60
+# Nothing up to here overflows when it is rounded to bf16.
+_LARGEST = 2.0**126
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,15 +116,15 @@ class State:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Codes:
-    """The second look at the few elements that the first could not certify.
+class Examination:
+    """A second, exact look at the few elements for which no step could be stated.
 
-    code: int8 [n], see `ulp`; 0 where the element is certainly unchanged after all.
+    still_zero: bool [n], certainly unchanged after all.
     master_mismatch: bool scalar; some weight is not its rounded master.
     moments_invalid: bool scalar; some moment is not finite, or some exp_avg_sq is negative.
     """
 
-    code: torch.Tensor
+    still_zero: torch.Tensor
     master_mismatch: torch.Tensor
     moments_invalid: torch.Tensor
 
@@ -177,20 +179,22 @@ def invert(step: AdamWStep, *, moment_error: float = 0.0) -> Inversion:
     )
 
 
-def may_have_changed(
+def change_codes(
     main: torch.Tensor,
     exp_avg: torch.Tensor,
     exp_avg_sq: torch.Tensor,
     weight: torch.Tensor,
     coefficients: torch.Tensor,
 ) -> torch.Tensor:
-    """Mark every element that is not certainly unchanged, and in order.
+    """How far each weight certainly moved.
 
-    The interval covers p and p', so a weight that is not its rounded master is marked as well. An
-    invalid moment, a weight of zero and a weight that is not finite are always marked.
+    No step is stated (-128) where the interval of old masters holds a rounding boundary, where the step
+    is longer than 126 units, and for everything that is not regular: a weight that is zero, not finite or
+    not its rounded master, and moments that are invalid or out of range. So `examine` has to see no other
+    elements.
 
-    Only plain fp32 arithmetic and casts, so that it fuses into one pass. An integer result, because
-    compilers for CPUs store booleans slowly.
+    One expression over fp32 and bf16 and int32, so that it compiles to one pass over memory; integers
+    are reached through fp32, because compilers for CPUs read 16-bit patterns one at a time.
 
     Args:
         main, exp_avg, exp_avg_sq: fp32 [n].
@@ -198,41 +202,46 @@ def may_have_changed(
         coefficients: fp32 [9], of `Inversion.coefficients`.
 
     Returns:
-        int8 [n], 1 where marked, else 0.
+        int8 [n], as `ulp.step_code` from the old weight to this one; 0 where it is certainly unchanged.
 
     Collective: no.
     """
-    move, error = _move(main, exp_avg, exp_avg_sq, coefficients)
-    low = (main + (move - error).clamp(max=0.0)).to(torch.bfloat16)
-    high = (main + (move + error).clamp(min=0.0)).to(torch.bfloat16)
-    in_range = _in_range(exp_avg_sq, coefficients)
-    return torch.where((low == weight) & (high == weight) & in_range, 0, 1).to(torch.int8)
+    root_scale, eps, update_scale, decay_scale, err_weight, err_update, err_floor, min_sq, max_sq = (
+        coefficients.unbind()
+    )
+    update = update_scale * (exp_avg / (exp_avg_sq.sqrt() * root_scale + eps))
+    move = update + decay_scale * main
+    error = err_weight * main.abs() + err_update * update.abs() + err_floor
+
+    low = (main + (move - error)).to(torch.bfloat16)
+    high = (main + (move + error)).to(torch.bfloat16)
+    step = _ordered(weight) - _ordered(low)
+    known = (
+        (low == high)  # of equal sign as well: they are farther apart than the smallest numbers
+        & (main.to(torch.bfloat16) == weight)
+        & (main.abs() + move.abs() + error <= _LARGEST)
+        & (exp_avg_sq >= min_sq)
+        & (exp_avg_sq <= max_sq)
+        & (step.abs() <= MAX_STEP)
+    )
+    return torch.where(known, step, UNSTATED).to(torch.int8)
 
 
-def change_codes(state: State, coefficients: torch.Tensor, *, zeros_stay: bool) -> Codes:
-    """Look exactly, by bit patterns, at elements that `may_have_changed` marked.
+def examine(state: State, *, zeros_stay: bool) -> Examination:
+    """Look by bit patterns at elements for which `change_codes` stated no step.
 
     Args:
-        state: the marked elements.
-        coefficients, zeros_stay: of the `Inversion`.
+        state: those elements.
+        zeros_stay: of the `Inversion`.
 
     Collective: no.
     """
-    main, exp_avg, exp_avg_sq = state.main, state.exp_avg, state.exp_avg_sq
-    move, error = _move(main, exp_avg, exp_avg_sq, coefficients)
-    low, high = main + (move - error), main + (move + error)
-    old = low.to(torch.bfloat16)
-    old_is_known = (old.view(torch.int16) == high.to(torch.bfloat16).view(torch.int16)) & (
-        torch.isfinite(low) & torch.isfinite(high) & _in_range(exp_avg_sq, coefficients)
-    )
-    code = step_code(old, state.weight).masked_fill(~old_is_known, UNSTATED)
-    if zeros_stay:
-        is_zero = (main.view(torch.int32) & 0x7FFFFFFF) == 0
-        code = code.masked_fill(is_zero & (exp_avg.view(torch.int32) == 0), 0)
+    exp_avg, exp_avg_sq = state.exp_avg, state.exp_avg_sq
+    still_zero = (state.main.view(torch.int32) & 0x7FFFFFFF | exp_avg.view(torch.int32)) == 0
     valid = torch.isfinite(exp_avg) & torch.isfinite(exp_avg_sq) & (exp_avg_sq >= 0)
-    return Codes(
-        code=code,
-        master_mismatch=differs_from_master(main, state.weight).any(),
+    return Examination(
+        still_zero=still_zero & zeros_stay,
+        master_mismatch=differs_from_master(state.main, state.weight).any(),
         moments_invalid=~valid.all(),
     )
 
@@ -255,20 +264,10 @@ def differs_from_master(main: torch.Tensor, weight: torch.Tensor) -> torch.Tenso
     return ~(same | (torch.isnan(main) & torch.isnan(weight)))
 
 
-def _move(
-    main: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, coefficients: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """d and r of the module's docstring."""
-    root_scale, eps, update_scale, decay_scale, err_weight, err_update, err_floor, _, _ = (
-        coefficients.unbind()
-    )
-    update = update_scale * (exp_avg / (exp_avg_sq.sqrt() * root_scale + eps))
-    error = err_weight * main.abs() + err_update * update.abs() + err_floor
-    return update + decay_scale * main, error
-
-
-def _in_range(exp_avg_sq: torch.Tensor, coefficients: torch.Tensor) -> torch.Tensor:
-    return (exp_avg_sq >= coefficients[7]) & (exp_avg_sq <= coefficients[8])
+def _ordered(value: torch.Tensor) -> torch.Tensor:
+    """`ulp.ordered` in int32, from the upper half of the fp32 pattern."""
+    bits = value.float().view(torch.int32) >> 16
+    return bits ^ ((bits >> 31) & 0x7FFF)
 
 
 def _decay_error(decay: float) -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Protocol
 
 import torch
@@ -64,7 +65,7 @@ def check_positions(index: torch.Tensor, counts: Sequence[int], numels: Sequence
     """Refuse positions that are negative, beyond their region, repeated or out of order.
 
     Args:
-        index: int64 [sum of counts], the positions of all regions one after the other.
+        index: int32 or int64 [sum of counts], the positions of all regions one after the other.
         counts, numels: changed elements and size of each region.
 
     Raises:
@@ -72,16 +73,31 @@ def check_positions(index: torch.Tensor, counts: Sequence[int], numels: Sequence
     """
     if not index.numel():
         return
-    count = torch.tensor(counts, dtype=torch.int64)
-    region = torch.repeat_interleave(torch.arange(count.numel()), count)
-    bad = (index < 0) | (index >= torch.tensor(numels, dtype=torch.int64)[region])
-    bad[1:] |= (index[1:] <= index[:-1]) & (region[1:] == region[:-1])
-    if bool(bad.any()):
-        where = int(bad.nonzero()[0])
-        raise CorruptFrameError(
-            f"position {int(index[where])} in region {int(region[where])} of {numels[int(region[where])]} "
-            "elements is out of range, repeated or out of order"
-        )
+    ends = list(accumulate(counts))
+    edges = [
+        (end - count, end, numel) for count, end, numel in zip(counts, ends, numels, strict=True) if count
+    ]
+    first = torch.tensor([begin for begin, _, _ in edges])
+    last = torch.tensor([end - 1 for _, end, _ in edges])
+    limit = torch.tensor([numel for _, _, numel in edges])
+    # Ascending within a region, so that its first and its last position bound all of them.
+    descents = (index[1:] <= index[:-1]).nonzero().view(-1) + 1
+    inner = descents[~torch.isin(descents, first)]
+    if inner.numel() or bool(((index[first] < 0) | (index[last] >= limit)).any()):
+        raise CorruptFrameError(_misplaced(index, counts, numels))
+
+
+def _misplaced(index: torch.Tensor, counts: Sequence[int], numels: Sequence[int]) -> str:
+    """Names the first position out of place; slow, for a frame that is refused anyway."""
+    parts = torch.split(index, list(counts))
+    for region, (part, numel) in enumerate(zip(parts, numels, strict=True)):
+        bad = (part < 0) | (part >= numel)
+        bad[1:] |= part[1:] <= part[:-1]
+        if bool(bad.any()):
+            where = int(part[bad][0])
+            place = f"position {where} in region {region} of {numel} elements"
+            return f"{place} is out of range, repeated or out of order"
+    return "positions are out of place"
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -115,9 +131,10 @@ class IndicesCodec:
         value_start = index_bytes + padding(index_bytes)
         if body.numel() != value_start + value_bytes + padding(value_bytes):
             raise CorruptFrameError(f"{body.numel()} bytes cannot hold {total} changed elements")
-        index = body[:index_bytes].view(index_dtype).to(torch.int64)
+        narrow = body[:index_bytes].view(index_dtype)
+        check_positions(narrow, counts, numels)
+        index = narrow.to(torch.int64)
         value = body[value_start : value_start + value_bytes].view(dtype)
-        check_positions(index, counts, numels)
         split_index, split_value = torch.split(index, list(counts)), torch.split(value, list(counts))
         return [
             RegionChange(numel=numel, index=i, value=v)
