@@ -92,7 +92,7 @@ def _build_sharded(seat: Seat) -> Actions:
     """The other engine ranks: together one sharded engine."""
     infer = seat.plan.infer
     place = FusedRank(tp_rank=seat.rank - 1, tp_size=infer.tp, ep_size=infer.ep)
-    engine = FusedEngine(hf_config(tiny_spec(seat.plan)), place)
+    engine = FusedEngine(hf_config(tiny_spec(seat.plan)), place, separate_lm_head=True)
     return {**_engine_actions(seat, engine), "dump": lambda: save(engine.params)}
 
 
@@ -153,6 +153,7 @@ def tiny_spec(plan: DemoPlan) -> TinySpec:
         experts=EXPERTS,
         vocab_size=VOCAB_SIZE,
         vocab_multiple=4,
+        tied=plan.tied,
         lr=plan.lr,
         seed=plan.seed,
     )

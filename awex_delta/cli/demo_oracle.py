@@ -26,10 +26,8 @@ _WHOLE = {
     "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
     "mlp.router.weight": "mlp.gate.weight",
 }
-_VOCABULARY = {
-    "embedding.word_embeddings.weight": "model.embed_tokens.weight",
-    "output_layer.weight": "lm_head.weight",
-}
+EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_VOCABULARY = {"embedding.word_embeddings.weight": EMBEDDING, "output_layer.weight": LM_HEAD}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +61,7 @@ def model_shape(plan: DemoPlan) -> ModelShape:
         head_dim=plan.head_dim,
         intermediate_size=plan.ffn,
         vocab_size=VOCAB_SIZE,
-        tied_embeddings=False,
+        tied_embeddings=plan.tied,
         moe_layers=frozenset(range(plan.layers)) if moe else frozenset(),
         num_experts=EXPERTS if moe else 0,
         moe_intermediate_size=plan.ffn if moe else 0,
@@ -94,6 +92,8 @@ def trainer_hf_state(plan: DemoPlan, dumps: Sequence[bytes]) -> dict[str, torch.
     state: dict[str, torch.Tensor] = {}
     for name, by_tp_rank in shards.items():
         state.update(_to_hf(plan, name, [by_tp_rank[tp_rank] for tp_rank in sorted(by_tp_rank)]))
+    if plan.tied:  # with several pipeline stages the last one has a copy of its own
+        state.setdefault(LM_HEAD, state[EMBEDDING].clone())
     return state
 
 
@@ -149,6 +149,8 @@ def engine_differences(plan: DemoPlan, truth: State, dumps: Sequence[bytes]) -> 
     Collective: no.
     """
     held = {name: [tensor] for name, tensor in load(dumps[0]).items()}
+    if plan.tied:  # a checkpoint lists tied weights once
+        held.setdefault(LM_HEAD, held[EMBEDDING])
     found = _compare("transformers engine", truth, held)
     storages = [load(dump) for dump in dumps[1:]]
     fused = hf_copies(model_shape(plan), storages, plan.infer.ep)
@@ -179,8 +181,13 @@ def _difference(engine: str, name: str, expected: torch.Tensor, held: torch.Tens
     return Difference(engine=engine, name=name, count=len(positions), first=tuple(positions[0].tolist()))
 
 
+def distinct(plan: DemoPlan, state: State) -> State:
+    """A state without the lm_head that is tied to the embedding: every weight once. Collective: no."""
+    return {name: tensor for name, tensor in state.items() if not (plan.tied and name == LM_HEAD)}
+
+
 def count_changed(old: State, new: State) -> int:
-    """Elements whose bits differ between two states with the same names and shapes. Collective: no."""
+    """Elements of `new` whose bits differ from those in `old`, which has its names. Collective: no."""
     return sum(int((_bits(old[name]) != _bits(tensor)).sum()) for name, tensor in new.items())
 
 

@@ -105,6 +105,11 @@ class DemoPlan:
         return self.hidden * 3 if self.model == "qwen3" else self.hidden * 3 // 2
 
     @property
+    def tied(self) -> bool:
+        """The lm_head is the embedding, as in small dense Qwen3 models; the sharded engine keeps a copy."""
+        return self.model == "qwen3"
+
+    @property
     def fault_version(self) -> int | None:
         """The version at which the fault strikes."""
         return None if self.fault == "none" else self.steps // 2 + 1

@@ -14,6 +14,7 @@ from awex_delta.cli.demo_oracle import (
     Difference,
     count_changed,
     count_elements,
+    distinct,
     engine_differences,
     trainer_hf_state,
 )
@@ -148,7 +149,8 @@ class DemoRun:
 
     def _one_version(self, version: int) -> list[Difference]:
         old, self._truth = self._truth, self._read_trainer()
-        changed = count_changed(old, self._truth) if old else count_elements(self._truth)
+        weights = distinct(self._plan, self._truth)
+        changed = count_changed(old, weights) if old else count_elements(weights)
         struck, fault, victim = version == self._plan.fault_version, self._plan.fault, self._engines[-1]
         if struck:
             self._ask([victim], fault)
@@ -191,7 +193,7 @@ class DemoRun:
         return _Attempt(failure=failures[0])
 
     def _append(self, version: int, changed: int, attempt: _Attempt, missed: int = 0) -> None:
-        numel, stats = count_elements(self._truth), attempt.stats
+        numel, stats = count_elements(distinct(self._plan, self._truth)), attempt.stats
         if stats is None:
             record = VersionRecord(
                 version=version, kind="aborted", reason=attempt.failure, numel=numel, changed=changed

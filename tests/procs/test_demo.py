@@ -104,6 +104,29 @@ def test_both_models_stay_identical_with_anchors_where_due(tmp_path: Path) -> No
     assert output.count("Every engine held the trainer's bits at every committed version.") == 2
 
 
+@pytest.mark.parametrize(
+    ("model", "train", "infer"),
+    [
+        ("qwen3", "tp=2,dp=2", "tp=2"),
+        ("qwen3", "tp=1", "tp=2"),
+        ("qwen3", "tp=2", "tp=1"),
+        ("qwen3-moe", "dp=2", "tp=1"),
+        ("qwen3-moe", "dp=2,ep=2", "tp=2,ep=2"),
+    ],
+)
+def test_eight_versions_across_anchors_in_every_layout(
+    tmp_path: Path, model: str, train: str, infer: str
+) -> None:
+    report, _ = run_demo(
+        tmp_path,
+        *("--model", model, "--train", train, "--infer", infer),
+        *("--steps", "8", "--anchor-interval", "3"),
+    )
+    (run,) = report["runs"]
+    check_promises(run)
+    assert "".join(kind[0] for _, kind in kinds(run)) == "fdddfddd"
+
+
 def test_a_killed_engine_rejoins_by_a_full_sync(tmp_path: Path) -> None:
     report, output = run_demo(
         tmp_path,
