@@ -34,6 +34,9 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from awex_delta.errors import ConnectError, PeerError
 from awex_delta.rendezvous import Rendezvous, first_line
 
+MAX_JSON_BYTES = 1 << 28
+"""The longest description of one rank. A model of a hundred thousand tensors needs a tenth of it."""
+
 
 class Comm:
     """One rank's seat in the transfer world. Not thread-safe."""
@@ -175,16 +178,19 @@ class Comm:
         """Give any JSON value to every rank and get all, by transfer rank: sizes first, then the text.
 
         Raises:
+            ConnectError: a rank announces more than `MAX_JSON_BYTES`, or sends what is no JSON.
             PeerError: a rank did not arrive in time, or went away.
 
         Collective: yes, over all transfer ranks.
         """
         text = json.dumps(value).encode()
-        sizes = [
-            int.from_bytes(r, "little")
-            for r in self.gather(len(text).to_bytes(8, "little"), width=16, phase=phase)
-        ]
-        return [json.loads(blob) for blob in self.gather(text, width=max(sizes) + 4, phase=phase)]
+        rows = self.gather(len(text).to_bytes(8, "little"), width=16, phase=phase)
+        sizes = [int.from_bytes(row, "little") for row in rows]
+        for seat, size in enumerate(sizes):
+            if size > MAX_JSON_BYTES:
+                raise ConnectError(f"seat {seat} announces {size} bytes, more than {MAX_JSON_BYTES}")
+        blobs = self.gather(text, width=max(sizes) + 4, phase=phase)
+        return [_parse_json(seat, blob) for seat, blob in enumerate(blobs)]
 
     def send(self, payload: torch.Tensor, peer: int, *, phase: str) -> None:
         """Send a contiguous uint8 tensor whose size the peer knows. Raises PeerError.
@@ -324,3 +330,10 @@ class Comm:
                 with suppress(RuntimeError):  # closing a broken group may complain; it is gone either way
                     dist.destroy_process_group(group)
         self._group = self._weights_group = None
+
+
+def _parse_json(seat: int, blob: bytes) -> Any:
+    try:
+        return json.loads(blob)
+    except (ValueError, RecursionError) as error:
+        raise ConnectError(f"seat {seat} sent what is no JSON: {error}") from error

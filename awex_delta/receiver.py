@@ -123,20 +123,23 @@ class Receiver:
         Collective: yes, over all transfer ranks.
         """
         watch = Stopwatch()
-        self._session.ensure_connected(f"version {version}")
-        watch.lap("connect")
-        held = self._ledger
-        decision = self._session.propose(
-            Proposal(role="engine", version=version, run_id=held.run_id, held=held.version, dirty=held.dirty)
-        )
-        watch.lap("propose")
-        if decision.verdict.kind is Kind.DELTA:
-            num_bytes, num_elements, failure = self._receive_delta(decision, watch)
-        else:
-            num_bytes, num_elements, failure = self._receive_full(watch)
-        facts = self._session.agree("apply", failure, applied=num_elements)
-        check_arrived(facts)
-        watch.lap("apply")
+        with self._session.in_step():
+            self._session.ensure_connected(f"version {version}")
+            watch.lap("connect")
+            held = self._ledger
+            decision = self._session.propose(
+                Proposal(
+                    role="engine", version=version, run_id=held.run_id, held=held.version, dirty=held.dirty
+                )
+            )
+            watch.lap("propose")
+            if decision.verdict.kind is Kind.DELTA:
+                num_bytes, num_elements, failure = self._receive_delta(decision, watch)
+            else:
+                num_bytes, num_elements, failure = self._receive_full(watch)
+            facts = self._session.agree("apply", failure, applied=num_elements)
+            check_arrived(facts)
+            watch.lap("apply")
         self._commit(decision)
         stats = UpdateStats(
             version=version,
@@ -182,6 +185,12 @@ class Receiver:
                 for tensor in tensors
             ),
         ).model_dump(mode="json")
+
+    def _proposal(self, version: int) -> Proposal:
+        held = self._ledger
+        return Proposal(
+            role="engine", version=version, run_id=held.run_id, held=held.version, dirty=held.dirty
+        )
 
     def _receive_delta(self, decision: Decision, watch: Stopwatch) -> tuple[int, int, str]:
         """Stage every frame, agree, then write. Nothing is written before all ranks have staged."""

@@ -130,23 +130,24 @@ class Sender:
         """
         watch = Stopwatch()
         try:
-            self._join(f"version {version}")
-            watch.lap("connect")
-            detection = self._detect(version)
-            watch.lap("detect")
-            decision = self._session.propose(
-                Proposal(
-                    role="trainer",
-                    version=version,
-                    run_id=self._ledger.run_id,
-                    held=self._ledger.version,
-                    reason=int(detection.reason),
-                    detail=detection.detail,
+            with self._session.in_step():
+                self._join(f"version {version}")
+                watch.lap("connect")
+                detection = self._detect(version)
+                watch.lap("detect")
+                decision = self._session.propose(
+                    Proposal(
+                        role="trainer",
+                        version=version,
+                        run_id=self._ledger.run_id,
+                        held=self._ledger.version,
+                        reason=detection.reason,
+                        detail=detection.detail,
+                    )
                 )
-            )
-            watch.lap("propose")
-            with self._view.transfer():
-                stats = self._send(decision, detection, watch)
+                watch.lap("propose")
+                with self._view.transfer():
+                    stats = self._send(decision, detection, watch)
         except BaseException:
             self._ledger = self._ledger.abort()
             raise

@@ -7,15 +7,15 @@ that gave up. Only a peer that does not answer breaks this pattern; then `Comm` 
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from typing import Any, TypeVar
 
 import torch
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
 from awex_delta.comm import Comm
 from awex_delta.errors import AwexDeltaError, ConnectError, LockstepError, UpdateAborted, UpdateError
@@ -52,11 +52,22 @@ class Proposal:
     run_id: str
     held: int | None
     dirty: bool = False
-    reason: int = 0
+    reason: Reason = Reason.NONE
     detail: str = ""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Status:
+    """How a phase ended on one rank: why it cannot go on (empty when it can), and counts for all."""
+
+    phase: str
+    version: int
+    failure: str
+    facts: dict[str, int]
+
+
 _PROPOSAL = TypeAdapter(Proposal)
+_STATUS = TypeAdapter(Status)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +101,7 @@ def decide(proposals: Sequence[Proposal]) -> Decision:
         who = {v: [seat for seat, p in enumerate(proposals) if p.version == v] for v in sorted(versions)}
         raise LockstepError(f"ranks were asked for different versions (version: seats): {who}")
     trainers = [proposal for proposal in proposals if proposal.role == "trainer"]
-    if len({trainer.run_id for trainer in trainers}) > 1:
+    if len({trainer.run_id for trainer in trainers}) != 1:
         raise LockstepError("trainer ranks belong to different runs: restart the trainer as a whole")
     run_id, base = trainers[0].run_id, trainers[0].held
     reasons = []
@@ -99,9 +110,9 @@ def decide(proposals: Sequence[Proposal]) -> Decision:
             ledger = EngineLedger(run_id=proposal.run_id, version=proposal.held, dirty=proposal.dirty)
             reasons.append(ledger.doubt(run_id, base))
         elif proposal.held != base:  # an earlier commit reached only some ranks
-            reasons.append(max(Reason(proposal.reason), Reason.PREVIOUS_ABORTED))
+            reasons.append(max(proposal.reason, Reason.PREVIOUS_ABORTED))
         else:
-            reasons.append(Reason(proposal.reason))
+            reasons.append(proposal.reason)
     worst = max(reasons)
     ranks = tuple(seat for seat, reason in enumerate(reasons) if reason is worst) if worst else ()
     detail = next((proposals[seat].detail for seat in ranks if proposals[seat].detail), "")
@@ -197,24 +208,43 @@ class Session:
             return False
         self.comm.connect()
         try:
-            spec: Mapping[str, Any]
-            try:
-                spec = self._describe(self._agreed())
-            except AwexDeltaError as error:
-                spec = {"error": f"{type(error).__name__}: {error}"}
-            values = self.comm.gather_json(spec, phase="describe")
-            failed = {seat: value["error"] for seat, value in enumerate(values) if "error" in value}
-            if failed:
-                raise ConnectError("; ".join(f"seat {seat}: {text}" for seat, text in failed.items()))
-            self.world = parse_world(values, self.comm.rendezvous.num_engine_ranks)
-            self.plan = build_plan(self.world)
-            digests = self.comm.gather(self.plan.digest.to_bytes(8, "little"), width=16, phase="plan")
-            if len(set(digests)) > 1:
-                raise LockstepError("ranks computed different transfer plans: do all run the same versions?")
-        except (AwexDeltaError, RuntimeError, ValueError):
+            self._meet()
+        except BaseException:  # half connected is not connected, and the peers hear of it at once
             self.comm.abandon()
             raise
         return True
+
+    def _meet(self) -> None:
+        """Exchange descriptions, and conclude the plan from all of them."""
+        spec: Mapping[str, Any]
+        try:
+            spec = self._describe(self._agreed())
+        except AwexDeltaError as error:
+            spec = {"error": f"{type(error).__name__}: {error}"}
+        values = self.comm.gather_json(spec, phase="describe")
+        failed = {s: v["error"] for s, v in enumerate(values) if isinstance(v, dict) and "error" in v}
+        if failed:
+            raise ConnectError("; ".join(f"seat {seat}: {text}" for seat, text in failed.items()))
+        self.world = parse_world(values, self.comm.rendezvous.num_engine_ranks)
+        self.plan = build_plan(self.world)
+        digests = self.comm.gather(self.plan.digest.to_bytes(8, "little"), width=16, phase="plan")
+        if len(set(digests)) > 1:
+            raise LockstepError("ranks computed different transfer plans: do all run the same versions?")
+
+    @contextmanager
+    def in_step(self) -> Iterator[None]:
+        """Leave the epoch when anything but an agreed failure ends an update here. Collective: no.
+
+        The peers, who do not know of it, then hear at once, and never take this rank's next message for
+        the one that they wait for.
+        """
+        try:
+            yield
+        except UpdateError:
+            raise
+        except BaseException:
+            self.comm.abandon()
+            raise
 
     def propose(self, proposal: Proposal) -> Decision:
         """Tell all ranks what this rank holds and doubts, and conclude together.
@@ -226,8 +256,8 @@ class Session:
         Collective: yes, over all transfer ranks.
         """
         self._version = proposal.version
-        rows = self._rows({**asdict(proposal), "detail": _clip(proposal.detail)}, "propose")
-        return decide([_PROPOSAL.validate_python(row) for row in rows])
+        mine = replace(proposal, detail=_clip(proposal.detail))
+        return decide(self._rows(_PROPOSAL, mine, "propose"))
 
     def attempt(self, phase: str, work: Callable[[], Value]) -> tuple[Value | None, str]:
         """Run rank-local work of a phase, and turn a failure into a text for the next agreement.
@@ -252,18 +282,18 @@ class Session:
 
         Collective: yes, over all transfer ranks.
         """
-        mine = {"phase": phase, "version": self._version, "failure": _clip(failure), "facts": facts}
-        rows = self._rows(mine, phase)
-        if {(row["phase"], row["version"]) for row in rows} != {(phase, self._version)}:
-            places = [(seat, row["phase"], row["version"]) for seat, row in enumerate(rows)]
+        mine = Status(phase=phase, version=self._version, failure=_clip(failure), facts=facts)
+        rows = self._rows(_STATUS, mine, phase)
+        if {(row.phase, row.version) for row in rows} != {(phase, self._version)}:
+            places = [(seat, row.phase, row.version) for seat, row in enumerate(rows)]
             raise LockstepError(f"ranks are in different phases (seat, phase, version): {places}")
-        failed = {seat: row["failure"] for seat, row in enumerate(rows) if row["failure"]}
+        failed = {seat: row.failure for seat, row in enumerate(rows) if row.failure}
         if failed:
             raise UpdateAborted(
                 f"version {self._version} was given up in phase {phase!r}: "
                 + "; ".join(f"seat {seat}: {text}" for seat, text in failed.items())
             )
-        return [row["facts"] for row in rows]
+        return [row.facts for row in rows]
 
     def exchange_sizes(self, dtype: torch.dtype, sizes: Mapping[int, int]) -> list[list[int]]:
         """Tell all ranks how many bytes this rank will send to each in the round of `dtype`.
@@ -298,10 +328,21 @@ class Session:
                 )
         return matrix
 
-    def _rows(self, mine: Mapping[str, Any], phase: str) -> list[dict[str, Any]]:
-        text = json.dumps(mine).encode()
-        rows = self.comm.gather(text, width=ROW_BYTES, phase=f"{phase} of version {self._version}")
-        return [json.loads(row) for row in rows]
+    def _rows(self, rows: TypeAdapter[Value], mine: Value, phase: str) -> list[Value]:
+        """Give one row to every rank and get all. A row that is none of this kind ends the lockstep."""
+        blobs = self.comm.gather(
+            rows.dump_json(mine), width=ROW_BYTES, phase=f"{phase} of version {self._version}"
+        )
+        found: list[Value] = []
+        for seat, blob in enumerate(blobs):
+            try:
+                found.append(rows.validate_json(blob))
+            except ValidationError as error:
+                raise LockstepError(
+                    f"seat {seat} is not in phase {phase!r} of version {self._version}, or speaks another "
+                    f"protocol: {error.errors(include_url=False)[0]['msg']}"
+                ) from error
+        return found
 
     def _agreed(self) -> dict[str, Any]:
         shared = {k: v for k, v in asdict(self.settings).items() if k not in _LOCAL_SETTINGS}

@@ -60,12 +60,14 @@ def check_layouts(world: World) -> None:
     """Trainer and every engine hold the same tensors, with equal shapes and dtypes.
 
     A tied lm_head may be absent from an engine, and the trainer may hold more vocabulary rows than the
-    engine (padding), which are never sent.
+    engine (padding), which are never sent. What an engine ties is never sent either, so the trainer has
+    to tie it as well.
 
     Raises:
         LayoutError: names the tensor on both sides.
     """
     offered = _offered(world.trainers)
+    tied = set(_VOCAB_TENSORS) if world.trainers[0].tied_embeddings else set()
     for engine, ranks in _instances(world.engines).items():
         held = {t.name: t for rank in ranks for t in rank.tensors}
         missing = sorted(offered.keys() - held.keys())
@@ -80,6 +82,11 @@ def check_layouts(world: World) -> None:
         for name, tensor in sorted(held.items()):
             if tensor.tied_to is None:
                 _check_dtype(engine, tensor, offered[name])
+            elif name in offered and {name, tensor.tied_to} != tied:
+                raise LayoutError(
+                    f"{name}: engine {engine!r} ties it to {tensor.tied_to}, but the trainer trains the two "
+                    "apart: serve the model with untied weights (tie_word_embeddings)"
+                )
         _check_parts(engine, ranks)
 
 

@@ -46,8 +46,8 @@ def test_one_engine_in_doubt_makes_it_full(change: dict[str, object], reason: Re
 
 
 def test_the_worst_reason_wins_in_any_order_and_brings_its_detail() -> None:
-    small = replace(TRAINER, reason=int(Reason.ANCHOR_DUE), detail="small")
-    large = replace(TRAINER, reason=int(Reason.MASTER_MISMATCH), detail="layer 3")
+    small = replace(TRAINER, reason=Reason.ANCHOR_DUE, detail="small")
+    large = replace(TRAINER, reason=Reason.MASTER_MISMATCH, detail="layer 3")
     for order in permutations([small, large, TRAINER]):
         verdict = decide([ENGINE, *order]).verdict
         assert (verdict.reason, verdict.detail) == (Reason.MASTER_MISMATCH, "layer 3")
@@ -60,7 +60,7 @@ def test_trainers_with_different_watermarks_go_full() -> None:
 
 
 def test_the_first_sync_has_no_base() -> None:
-    fresh = replace(TRAINER, held=None, reason=int(Reason.FIRST_SYNC))
+    fresh = replace(TRAINER, held=None, reason=Reason.FIRST_SYNC)
     decision = decide([replace(ENGINE, held=None, run_id=""), fresh])
     assert (decision.base, decision.verdict.reason) == (-1, Reason.FIRST_SYNC)
 

@@ -211,6 +211,24 @@ def test_what_does_not_fit_names_both_sides(place: int, change: dict[str, Any], 
     assert message in str(caught.value)
 
 
+HEAD = "lm_head.weight"
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_head_that_only_the_engine_ties_is_refused_because_it_would_never_be_sent(tied: bool) -> None:
+    one, other = trainer(0, tp=1, dp=1), engine(0)
+    embedding, head = one["params"][0], {"key": f"0/{HEAD}"}
+    output = {**embedding["outputs"][0], "name": HEAD}
+    one["params"].append({**embedding, **head, "outputs": [output]})
+    one["tied_embeddings"] = tied
+    other["tensors"].append({**other["tensors"][0], "name": HEAD, "tied_to": EMBED})
+    if tied:  # a pipeline's last stage holds a copy of its own
+        assert HEAD not in {op.send_shard_meta.name for op in plan_of([other], [one]).operations}
+        return
+    with pytest.raises(LayoutError, match=f"{HEAD}: engine 'e' ties it to {EMBED}"):
+        plan_of([other], [one])
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [

@@ -1,0 +1,185 @@
+"""Ranks that leave the common order, and rows that are none: clear errors, at once, and the next is full."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from awex_delta.errors import ConnectError, LockstepError, PeerError
+from awex_delta.testing.pairing import Pairing
+from awex_delta.types import Kind, Reason, UpdateStats
+from tests.ranks.conftest import SETTINGS, train, wrong
+from tests.ranks.test_faults import ENGINE, TRAINER, check_recovery, errors, ready
+
+Make = Callable[..., Pairing]
+
+
+def fail_once(owner: object, name: str, error: BaseException) -> None:
+    """Make one method of one object raise, the first time that it is called."""
+    original = getattr(owner, name)
+
+    def fail(*_: object) -> object:
+        setattr(owner, name, original)
+        raise error
+
+    setattr(owner, name, fail)
+
+
+def check_at_once(begin: float) -> None:
+    assert time.monotonic() - begin < SETTINGS.timeout_seconds * 0.75
+
+
+def test_a_failure_outside_any_phase_ends_the_update_of_all_at_once(make: Make) -> None:
+    pairing = ready(make())
+    fail_once(pairing.trainers[1], "transfer", OSError("no memory for the gradients"))
+    begin = time.monotonic()
+    outcome = pairing.update(2)
+    check_at_once(begin)
+    assert errors(outcome) == [PeerError] * 4 + [OSError]
+    assert [receiver.ready for receiver in pairing.receivers] == [True] * 3
+    check_recovery(pairing, 2, Reason.PREVIOUS_ABORTED)
+
+
+def test_a_rank_that_tries_again_at_once_does_not_disturb_the_old_update(make: Make) -> None:
+    pairing = ready(make())
+    fail_once(pairing.trainers[1], "transfer", OSError("no memory for the gradients"))
+    sender = pairing.senders[1]
+    update = sender.update_weights
+
+    def again(version: int) -> UpdateStats:
+        try:
+            return update(version)
+        except OSError:
+            return update(version + 1)
+
+    sender.update_weights = again  # type: ignore[method-assign]
+    outcome = pairing.update(2)
+    sender.update_weights = update  # type: ignore[method-assign]
+    assert errors(outcome[:TRAINER]) == [PeerError] * 4
+    assert isinstance(outcome[TRAINER], ConnectError)  # nobody else came for version 3
+    assert all(receiver.ready and receiver.version == 1 for receiver in pairing.receivers)
+    check_recovery(pairing, 4, Reason.PREVIOUS_ABORTED)
+
+
+@pytest.mark.parametrize("error", [KeyError("model.layers.0"), TypeError("odd"), RuntimeError("odd")])
+def test_an_engine_that_cannot_describe_itself_tells_the_others_at_once(make: Make, error: Exception) -> None:
+    pairing = make()
+    fail_once(pairing.engines[ENGINE], "tensors", error)
+    begin = time.monotonic()
+    outcome = pairing.update(0)
+    check_at_once(begin)
+    assert outcome[ENGINE] is error
+    assert errors(outcome[:1] + outcome[2:]) == [PeerError] * 4
+    train(pairing)
+    assert pairing.commit(0)[0].verdict.reason is Reason.FIRST_SYNC
+    assert wrong(pairing) == [{}] * 3
+
+
+HOSTILE = [
+    b"",
+    b"\xff\xfe",
+    b"null",
+    b"[]",
+    b'"text"',
+    b"{",
+    b"[" * 4000,
+    b'{"phase": "apply"}',
+    b'{"role": "trainer", "version": NaN, "run_id": "a", "held": null}',
+    b'{"role": "trainer", "version": 1e999, "run_id": "a", "held": null}',
+    b'{"role": "trainer", "version": 2, "run_id": "a", "held": 1, "reason": 12345}',
+    b'{"role": "engine", "version": ' + b"9" * 3000 + b', "run_id": "a", "held": null}',
+    b'{"phase": "encode", "version": 2, "failure": "", "facts": {"sent": "NaN"}}',
+    b'{"phase": "encode", "version": 2, "failure": 5, "facts": []}',
+]
+
+
+def instead(pairing: Pairing, seat: int, where: str, said: bytes) -> Callable[[], None]:
+    """Let `seat` say something else in phase `where`; the result undoes it."""
+    comm = pairing.ends[seat].comm
+    gather = comm.gather
+
+    def lie(row: bytes, *, width: int, phase: str) -> list[bytes]:
+        return gather(said if phase.startswith(where) else row, width=width, phase=phase)
+
+    comm.gather = lie  # type: ignore[method-assign]
+
+    def undo() -> None:
+        comm.gather = gather  # type: ignore[method-assign]
+
+    return undo
+
+
+@pytest.mark.parametrize("phase", ["propose", "encode"])
+@pytest.mark.parametrize("row", HOSTILE, ids=range(len(HOSTILE)))
+def test_a_row_that_cannot_be_read_is_a_lockstep_error_on_every_rank(
+    make: Make, phase: str, row: bytes
+) -> None:
+    pairing = ready(make())
+    undo = instead(pairing, ENGINE, phase, row)
+    begin = time.monotonic()
+    outcome = pairing.update(2)
+    check_at_once(begin)
+    assert errors(outcome) == [LockstepError] * 5
+    assert all(receiver.ready and receiver.version == 1 for receiver in pairing.receivers)
+    undo()
+    check_recovery(pairing, 2, Reason.PREVIOUS_ABORTED)
+
+
+SPECS: list[Any] = [
+    5,
+    None,
+    "error",
+    [],
+    {"error": 7},
+    {"role": "engine", "rank": float("nan")},
+    {"role": "engine", "rank": 1, "engine": "e", "agreed": {}, "tensors": [{"shape": [-1]}]},
+]
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=range(len(SPECS)))
+def test_a_description_that_cannot_be_read_is_refused_by_every_rank(make: Make, spec: Any) -> None:
+    pairing = make()
+    session = pairing.receivers[ENGINE]._session
+    describe = session._describe
+    session._describe = lambda agreed: spec
+    begin = time.monotonic()
+    outcome = pairing.update(0)
+    check_at_once(begin)
+    assert all(isinstance(error, ConnectError) and "seat 1" in str(error) for error in outcome), outcome
+    session._describe = describe
+    train(pairing)
+    assert pairing.commit(0)[0].verdict.kind is Kind.FULL
+    assert wrong(pairing) == [{}] * 3
+
+
+@pytest.mark.parametrize(
+    ("size", "message"),
+    [(2**30, "announces"), (2**62, "announces"), (2**64 - 1, "announces"), (3, "no JSON")],
+)
+def test_a_description_of_a_wrong_size_is_refused_before_memory_is_taken_for_it(
+    make: Make, size: int, message: str
+) -> None:
+    pairing = make()
+    comm = pairing.ends[ENGINE].comm
+    gather = comm.gather
+
+    def lie(row: bytes, *, width: int, phase: str) -> list[bytes]:
+        if phase == "describe" and width == 16:
+            row = size.to_bytes(8, "little")
+        if phase == "describe" and width != 16:
+            row = row[:size]
+        return gather(row, width=width, phase=phase)
+
+    comm.gather = lie  # type: ignore[method-assign]
+    begin = time.monotonic()
+    outcome = pairing.update(0)
+    check_at_once(begin)
+    for error in outcome:
+        assert isinstance(error, ConnectError)
+        assert f"seat {ENGINE}" in str(error)
+        assert message in str(error)
+    comm.gather = gather  # type: ignore[method-assign]
+    assert pairing.commit(0)[0].verdict.kind is Kind.FULL
