@@ -126,12 +126,7 @@ class Receiver:
         with self._session.in_step():
             self._session.ensure_connected(f"version {version}")
             watch.lap("connect")
-            held = self._ledger
-            decision = self._session.propose(
-                Proposal(
-                    role="engine", version=version, run_id=held.run_id, held=held.version, dirty=held.dirty
-                )
-            )
+            decision = self._session.propose(self._proposal(version))
             watch.lap("propose")
             if decision.verdict.kind is Kind.DELTA:
                 num_bytes, num_elements, failure = self._receive_delta(decision, watch)
