@@ -1,0 +1,216 @@
+"""What the documentation says exists, compiles, and is what the code does."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import awex_delta
+from awex_delta import errors
+from awex_delta.types import Reason
+from awex_delta.wire.codec import CODECS, RegionChange
+from awex_delta.wire.frame import FrameIdentity, pack_frame
+from scripts.reasons_page import EXCEPTIONS, REASONS, page
+from tests.contract.sources import PACKAGE, ROOT
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted(ROOT.glob("docs/*.md"))]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+BLOCK = re.compile(r"^```python([^\n]*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def prose(path: Path) -> str:
+    """A page without its code blocks."""
+    return re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+
+
+def code_spans(path: Path) -> Iterator[str]:
+    """What a page writes in backquotes."""
+    yield from re.findall(r"`([^`\n]+)`", prose(path))
+
+
+def importable(name: str) -> bool:
+    """True for a dotted name of a module, which is not imported, or of something in one."""
+    module, _, attribute = name.rpartition(".")
+    parent = importlib.util.find_spec(module)
+    if parent is None:
+        return False
+    if parent.submodule_search_locations is not None and importlib.util.find_spec(name) is not None:
+        return True
+    return hasattr(importlib.import_module(module), attribute)
+
+
+def anchors(path: Path) -> set[str]:
+    """Fragments that a link to a page may have."""
+    headings = re.findall(r"^#+ (.+)$", prose(path), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_links_resolve(path: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(path)):
+        if re.match(r"[a-z]+:", target):
+            continue
+        file, _, fragment = target.partition("#")
+        linked = (path.parent / file).resolve() if file else path
+        assert linked.exists(), f"{path.name} links to {target}"
+        assert not fragment or fragment in anchors(linked), f"{path.name} links to {target}"
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_python_blocks_compile_and_import_what_exists(path: Path) -> None:
+    for _, code in BLOCK.findall(path.read_text(encoding="utf-8")):
+        compile(code, path.name, "exec")
+        for module, names in re.findall(r"^from (awex_delta\S*) import ([\w, ]+)$", code, re.MULTILINE):
+            loaded = importlib.import_module(module)
+            for name in names.split(", "):
+                assert hasattr(loaded, name), f"{path.name}: {module} has no {name}"
+
+
+RUNNABLE = [
+    pytest.param(code, id=f"{path.name}-{place}")
+    for path in PAGES
+    for place, (mark, code) in enumerate(BLOCK.findall(path.read_text(encoding="utf-8")))
+    if mark.strip() == "runnable"
+]
+
+
+@pytest.mark.parametrize("code", RUNNABLE)
+def test_runnable_blocks_run(code: str) -> None:
+    exec(compile(code, "documentation", "exec"), {})  # noqa: S102 - our own pages
+
+
+def test_some_block_runs() -> None:
+    assert RUNNABLE
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_files_tests_and_modules_that_a_page_names_exist(path: Path) -> None:
+    for span in code_spans(path):
+        if re.fullmatch(r"(awex_delta|tests|scripts|examples|benchmarks|docs|\.ci)/[\w./-]*", span):
+            name, folder = span, ROOT
+        elif re.fullmatch(r"tests/[\w/]+\.py::\w+", span):
+            name, _, test = span.partition("::")
+            folder = ROOT
+            assert f"def {test}(" in (ROOT / name).read_text(encoding="utf-8"), f"{path.name}: {span}"
+        elif re.fullmatch(r"awex_delta(\.\w+)+", span):
+            assert importable(span), f"{path.name}: no {span}"
+            continue
+        elif re.fullmatch(r"[a-z_]+/([a-z_]+(\.py)?)?", span) and path.name in ("concepts.md", "protocol.md"):
+            name, folder = span, ROOT / PACKAGE
+            name = name if name.endswith((".py", "/")) else f"{name}.py"
+        else:
+            continue
+        assert (folder / name).exists(), f"{path.name} names {span}"
+
+
+def test_every_make_target_is_in_the_readme_and_no_other() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    match = re.search(r"^\.PHONY: (.+)$", makefile, re.MULTILINE)
+    assert match is not None
+    assert set(re.findall(r"\bmake ([a-z][a-z-]*)", README)) == set(match[1].split())
+
+
+def test_the_readme_names_every_page() -> None:
+    for path in PAGES[1:]:
+        assert f"({path.relative_to(ROOT)})" in README, path.name
+
+
+def test_the_readme_names_every_public_name_that_a_program_needs() -> None:
+    for name in (
+        "resolve",
+        "host_store",
+        "Rendezvous",
+        "attach_megatron",
+        "attach_transformers",
+        "UpdateError",
+    ):
+        assert name in awex_delta.__all__
+        assert name in README
+
+
+def test_the_length_of_the_example_is_what_the_readme_says() -> None:
+    lines = len((ROOT / "examples" / "train_and_serve.py").read_text(encoding="utf-8").splitlines())
+    assert f"{lines} lines" in README
+
+
+def test_the_page_of_reasons_is_current() -> None:
+    current = (ROOT / "docs" / "reasons.md").read_text(encoding="utf-8")
+    assert current == page(), "docs/reasons.md is out of date: make docs"
+
+
+def test_every_reason_and_exception_has_advice() -> None:
+    assert list(REASONS) == list(Reason)
+    tree = {value for value in vars(errors).values() if isinstance(value, type)}
+    assert set(EXCEPTIONS) == tree
+    for advice in (*REASONS.values(), *EXCEPTIONS.values()):
+        assert advice.cause.endswith(".")
+        assert advice.remedy.endswith(".")
+
+
+def header_rows() -> list[tuple[int, int, str]]:
+    """Offset, bytes and field of the header, as docs/protocol.md lists them."""
+    text = (ROOT / "docs" / "protocol.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\d+) \| (\d+) \| [^|]+ \| ([^|]+) \|$", text, re.MULTILINE)
+    return [(int(offset), int(size), field) for offset, size, field in rows]
+
+
+def test_the_frame_header_is_what_the_protocol_page_says() -> None:
+    identity = FrameIdentity(
+        run_id="0123456789abcdef" * 2,
+        base_version=-1,
+        target_version=7,
+        plan=2**63 + 5,
+        sender=3,
+        receiver=2,
+        dtype=torch.float16,
+    )
+    changes = [
+        RegionChange(numel=9, value=torch.ones(2, dtype=torch.float16), index=torch.tensor([1, 5])),
+        RegionChange(numel=3, value=torch.ones(3, dtype=torch.float16)),
+    ]
+    frame = bytes(pack_frame(identity, CODECS["indices"], changes).numpy())
+    rows = header_rows()
+    assert [offset for offset, _, _ in rows] == [0, *(offset + size for offset, size, _ in rows)][:-1]
+    fields = {field: frame[offset : offset + size] for offset, size, field in rows}
+
+    def number(begin: str, *, signed: bool = False) -> int:
+        (found,) = [value for field, value in fields.items() if field.startswith(begin)]
+        return int.from_bytes(found, "little", signed=signed)
+
+    assert fields["magic, `AWEXDLTA`"] == b"AWEXDLTA"
+    assert fields["run id"].hex() == identity.run_id
+    assert number("protocol version") == 1
+    assert number("codec") == CODECS["indices"].number
+    assert number("wire dtype") == 3
+    assert number("base version", signed=True) == -1
+    assert number("target version", signed=True) == 7
+    assert number("digest of the plan") == identity.plan
+    assert (number("sender's seat"), number("receiver's seat")) == (3, 2)
+    assert (number("number of regions"), number("elements in all regions")) == (2, 5)
+    assert (number("bytes of the codec's body"), number("bytes of regions sent whole")) == (16, 6)
+    header_bytes = rows[-1][0] + rows[-1][1]
+    assert len(frame) == header_bytes + 8 + 16 + 6
+    assert frame[header_bytes : header_bytes + 8] == (2).to_bytes(4, "little") + b"\xff" * 4
+
+
+def test_the_protocol_page_names_the_settings_that_must_be_equal() -> None:
+    text = (ROOT / "docs" / "protocol.md").read_text(encoding="utf-8")
+    sentence = re.search(r"settings that must be equal:(.*?)\.", text, re.DOTALL)
+    assert sentence is not None
+    local = {"release_grad_buffers", "timeout_seconds", "connect_timeout_seconds"}
+    shared = set(awex_delta.DeltaSettings.__slots__) - local
+    assert set(re.findall(r"`(\w+)`", sentence[1])) == shared
+
+
+def test_the_changelog_has_an_entry_for_this_version() -> None:
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    section = re.search(
+        rf"^## {re.escape(awex_delta.__version__)}\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL
+    )
+    assert section is not None
+    assert section[1].strip().startswith("- ")
