@@ -15,6 +15,7 @@ from awex_delta.errors import ConfigError, ConnectError, LockstepError, PeerErro
 from awex_delta.testing.dict_engine import DictEngine
 from awex_delta.testing.faults import InjectedFault
 from awex_delta.testing.pairing import EngineSeat, Outcome, Pairing
+from awex_delta.testing.ranks import results
 from awex_delta.types import Kind, Reason, UpdateStats
 from tests.ranks.conftest import DOWN, EMBED, NORM, Q_PROJ, SETTINGS, SHAPES, train, wrong
 
@@ -176,6 +177,24 @@ def test_an_engine_that_restarts_joins_again_by_a_full_sync(make: Make) -> None:
     pairing.restart_engine(2, DictEngine(SHAPES))
     assert not pairing.receivers[2].ready
     check_recovery(pairing, 2, Reason.ENGINE_STALE)
+
+
+def test_an_engine_that_was_killed_may_come_back_within_an_update(make: Make) -> None:
+    """Killed between two updates, it told nobody; its new life arrives first and calls no `connect`."""
+    pairing = ready(make())
+    old = pairing.receivers[2].comm
+    pairing._on_thread(2, old._leave)  # its sockets close
+    old._store = None  # and that is all
+    pairing.restart_engine(2, DictEngine(SHAPES))
+    calls = [end.update_weights for end in pairing.ends]
+
+    def run(seat: int) -> UpdateStats:
+        time.sleep(0 if seat == 2 else 0.5)
+        return calls[seat](2)
+
+    stats = results(pairing.threads.run(run, timeout_seconds=20))
+    assert stats[0].verdict.reason is Reason.ENGINE_STALE
+    assert wrong(pairing) == [{}] * 3
 
 
 def test_a_trainer_that_restarts_is_another_run(make: Make) -> None:
