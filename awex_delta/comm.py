@@ -240,8 +240,14 @@ class Comm:
     ) -> None:
         self._mark(phase)
         try:
-            batch_send_recv(send_ops=build(self._usable_group(weights=True)), recv_ops=[], use_group=True)
+            ops = build(self._usable_group(weights=True))
+            # AWEX itself would wait as long as the group was given to connect.
+            for work in batch_send_recv(send_ops=ops, recv_ops=[], use_group=True, blocking=False):
+                work.wait(self._timeout)
+            if self._device.type != "cpu":
+                torch.accelerator.synchronize(self._device)
         except RuntimeError as error:
+            work = None  # it would keep the sockets open
             raise self._peer_error(phase, None, error) from error
         for target, received in copies:
             target.copy_(received)
