@@ -8,7 +8,7 @@ at its next update. A restarted process does the same, which is how it joins aga
 Keys in the store, below the rendezvous name:
 
     epoch                   the current epoch, moved by compare-and-set only
-    EPOCH/cause             what a rank was doing as it opened the epoch, such as "version 7"
+    EPOCH/cause             what a rank gave up as it opened the epoch, such as "version 7"
     EPOCH/seat/RANK         who sits there; a second life of the same rank opens a new epoch
     EPOCH/at/RANK           the phase that the rank entered last, so an error can name who is missing
 """
@@ -109,7 +109,8 @@ class Comm:
         life = uuid.uuid4().hex
         epoch = self._read_epoch()
         while store.compare_set(f"{epoch}/seat/{self.seat}", "", life).decode() != life:
-            self._open_epoch_after(epoch)
+            # Not in the name of this rank's purpose: the peers have not given anything up.
+            self._open_epoch_after(epoch, f"a new life of seat {self.seat}")
             epoch = self._read_epoch()
         self.epoch = epoch
         try:
@@ -122,7 +123,7 @@ class Comm:
         except (RuntimeError, PeerError) as error:
             seats = range(self.rendezvous.world_size)
             missing = [seat for seat in seats if not store.check([f"{epoch}/seat/{seat}"])]
-            self._open_epoch_after(epoch)  # whoever comes late finds no half-open group
+            self._open_epoch_after(epoch, self.purpose)  # whoever comes late finds no half-open group
             self.abandon()
             waited = self._connect_timeout.total_seconds()
             raise ConnectError(
@@ -137,7 +138,7 @@ class Comm:
         """
         if self._store is not None and self._group is not None:
             with suppress(RuntimeError):  # a store that is gone cannot be told
-                self._open_epoch_after(self.epoch)
+                self._open_epoch_after(self.epoch, self.purpose)
         self.epoch = -1
         self._leave()
 
@@ -239,8 +240,14 @@ class Comm:
     ) -> None:
         self._mark(phase)
         try:
-            batch_send_recv(send_ops=build(self._usable_group(weights=True)), recv_ops=[], use_group=True)
+            ops = build(self._usable_group(weights=True))
+            # AWEX itself would wait as long as the group was given to connect.
+            for work in batch_send_recv(send_ops=ops, recv_ops=[], use_group=True, blocking=False):
+                work.wait(self._timeout)
+            if self._device.type != "cpu":
+                torch.accelerator.synchronize(self._device)
         except RuntimeError as error:
+            work = None  # it would keep the sockets open
             raise self._peer_error(phase, None, error) from error
         for target, received in copies:
             target.copy_(received)
@@ -303,9 +310,9 @@ class Comm:
     def _read_epoch(self) -> int:
         return int(self._open_store().compare_set("epoch", "", "0"))
 
-    def _open_epoch_after(self, epoch: int) -> None:
+    def _open_epoch_after(self, epoch: int, cause: str) -> None:
         store = self._open_store()
-        store.compare_set(f"{epoch + 1}/cause", "", self.purpose)
+        store.compare_set(f"{epoch + 1}/cause", "", cause)
         store.compare_set("epoch", str(epoch), str(epoch + 1))
 
     def _cause(self, epoch: int) -> str:

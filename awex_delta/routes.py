@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from awex_delta.convert import Relocation, changed_by_value, prove_relocation
+from awex_delta.errors import UnsupportedError
 from awex_delta.numerics.ulp import UNSTATED, apply_code
 from awex_delta.plan.geometry import Box, Selection, select
 from awex_delta.plan.regions import Plan, Region
@@ -32,6 +33,19 @@ class Route:
     info: WeightInfo
     outputs: tuple[OutputSpec, ...]
     relocations: tuple[Relocation, ...] | None
+
+    def check(self, converted: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Refuse tensors that are not those of connect: a receiver posts memory for what was agreed.
+
+        Raises:
+            UnsupportedError: a name, shape or dtype is another one now.
+
+        Collective: no.
+        """
+        agreed = [(output.name, output.shape, output.dtype) for output in self.outputs]
+        found = [(name, tuple(tensor.shape), dtype_name(tensor.dtype)) for name, tensor in converted]
+        if found != agreed:
+            raise UnsupportedError(f"{self.info.key} converts to {found} now, and to {agreed} at connect")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +126,9 @@ class Router:
             self._add_sparse(frames, changes)
         for key, route in self._routes.items():
             if any(not output.sparse and output.name in self._places for output in route.outputs):
-                self._add_whole(frames, dict(self._view.convert(key, self._view.tensor(key))))
+                converted = self._view.convert(key, self._view.tensor(key))
+                route.check(converted)
+                self._add_whole(frames, dict(converted))
         return frames
 
     def _add_sparse(self, frames: Frames, changes: ChangeSet) -> None:

@@ -277,8 +277,10 @@ class Sender:
     def _convert_all(self) -> dict[str, torch.Tensor]:
         self._view.gather_params()
         converted: dict[str, torch.Tensor] = {}
-        for key in self._routes:
-            converted.update(self._view.convert(key, self._view.tensor(key).detach()))
+        for key, route in self._routes.items():
+            outputs = self._view.convert(key, self._view.tensor(key).detach())
+            route.check(outputs)
+            converted.update(outputs)
         return converted
 
     def _report(self, stats: UpdateStats) -> None:

@@ -15,6 +15,7 @@ from awex_delta.errors import ConfigError, ConnectError, LockstepError, PeerErro
 from awex_delta.testing.dict_engine import DictEngine
 from awex_delta.testing.faults import InjectedFault
 from awex_delta.testing.pairing import EngineSeat, Outcome, Pairing
+from awex_delta.testing.ranks import results
 from awex_delta.types import Kind, Reason, UpdateStats
 from tests.ranks.conftest import DOWN, EMBED, NORM, Q_PROJ, SETTINGS, SHAPES, train, wrong
 
@@ -164,6 +165,44 @@ def test_a_rank_that_hangs_is_named_with_the_phase_within_the_timeout(
     assert wrong(pairing) == [{}] * 3
 
 
+def test_a_full_sync_waits_no_longer_than_a_delta(make: Make) -> None:
+    """The group was made under the longer limit of connect."""
+    pairing = ready(make(connect_timeout_seconds=30.0))
+    stop_at(pairing, ENGINE, "send weights", lambda: time.sleep(2 * SETTINGS.timeout_seconds + 2))
+    done: dict[int, float] = {}
+    calls = [end.update_weights for end in pairing.ends]
+    begin = time.monotonic()
+
+    def run(seat: int) -> None:
+        try:
+            calls[seat](5)
+        finally:
+            done[seat] = time.monotonic() - begin
+
+    outcome = pairing.threads.run(run, timeout_seconds=20)
+    assert [type(one) for seat, one in enumerate(outcome) if seat != ENGINE] == [PeerError] * 4
+    assert all(seconds < SETTINGS.timeout_seconds + 1.5 for seat, seconds in done.items() if seat != ENGINE)
+    assert any("engine rank 1" in str(error) and "'send weights'" in str(error) for error in outcome)
+
+
+def test_weights_of_another_dtype_than_agreed_are_never_sent(make: Make) -> None:
+    """Gloo would end the receiving process."""
+    pairing = ready(make())
+    trainer = pairing.trainers[0]
+    convert = trainer.convert
+
+    def cast(key: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+        return [(name, value.float() if name == NORM else value) for name, value in convert(key, tensor)]
+
+    trainer.convert = cast  # type: ignore[method-assign]
+    outcome = pairing.update(5)
+    assert errors(outcome) == [UpdateAborted] * 5
+    assert "'bfloat16'" in str(outcome[0])
+    assert "'float32'" in str(outcome[0])
+    trainer.convert = convert  # type: ignore[method-assign]
+    check_recovery(pairing, 5, Reason.PREVIOUS_ABORTED)
+
+
 def test_an_absent_rank_is_named(make: Make) -> None:
     pairing = ready(make())
     outcome = pairing.update(2, absent=[TRAINER])
@@ -176,6 +215,24 @@ def test_an_engine_that_restarts_joins_again_by_a_full_sync(make: Make) -> None:
     pairing.restart_engine(2, DictEngine(SHAPES))
     assert not pairing.receivers[2].ready
     check_recovery(pairing, 2, Reason.ENGINE_STALE)
+
+
+def test_an_engine_that_was_killed_may_come_back_within_an_update(make: Make) -> None:
+    """Killed between two updates, it told nobody; its new life arrives first and calls no `connect`."""
+    pairing = ready(make())
+    old = pairing.receivers[2].comm
+    pairing._on_thread(2, old._leave)  # its sockets close
+    old._store = None  # and that is all
+    pairing.restart_engine(2, DictEngine(SHAPES))
+    calls = [end.update_weights for end in pairing.ends]
+
+    def run(seat: int) -> UpdateStats:
+        time.sleep(0 if seat == 2 else 0.5)
+        return calls[seat](2)
+
+    stats = results(pairing.threads.run(run, timeout_seconds=20))
+    assert stats[0].verdict.reason is Reason.ENGINE_STALE
+    assert wrong(pairing) == [{}] * 3
 
 
 def test_a_trainer_that_restarts_is_another_run(make: Make) -> None:
