@@ -16,7 +16,7 @@ from awex_delta.rendezvous import Rendezvous
 from awex_delta.routes import Route, Router, find_routes, param_specs
 from awex_delta.session import Decision, Proposal, Session, Stopwatch, check_arrived
 from awex_delta.types import DeltaSettings, Detection, Kind, Reason, TrainerView, UpdateStats
-from awex_delta.wire.codec import RegionChange
+from awex_delta.wire.codec import Codec, RegionChange
 from awex_delta.wire.frame import FrameIdentity, pack_frame
 
 logger = logging.getLogger(__name__)
@@ -238,17 +238,25 @@ class Sender:
         self, decision: Decision, detection: Detection
     ) -> tuple[dict[tuple[int, torch.dtype], torch.Tensor], int]:
         """Frames by (receiver, dtype), and the elements in them. A frame without elements is not sent."""
+        codec = self._session.codecs[0]
         frames: dict[tuple[int, torch.dtype], torch.Tensor] = {}
         total = 0
-        for (receiver, dtype), changes in (self._router.frames(detection) if self._router else {}).items():
+        for (receiver, dtype), changes in (
+            self._router.frames(detection, codec) if self._router else {}
+        ).items():
             count = sum(change.value.numel() for change in changes)
             if count:
-                frames[receiver, dtype] = self._frame(decision, receiver, dtype, changes)
+                frames[receiver, dtype] = self._frame(decision, receiver, dtype, codec, changes)
                 total += count
         return frames, total
 
     def _frame(
-        self, decision: Decision, receiver: int, dtype: torch.dtype, changes: list[RegionChange]
+        self,
+        decision: Decision,
+        receiver: int,
+        dtype: torch.dtype,
+        codec: Codec,
+        changes: list[RegionChange],
     ) -> torch.Tensor:
         identity = FrameIdentity(
             run_id=decision.run_id,
@@ -259,7 +267,7 @@ class Sender:
             receiver=receiver,
             dtype=dtype,
         )
-        return pack_frame(identity, self._session.codec, changes)
+        return pack_frame(identity, codec, changes)
 
     def _send_full(self, watch: Stopwatch) -> tuple[int, int]:
         tensors, failure = self._session.attempt("prepare", self._convert_all)

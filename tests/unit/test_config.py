@@ -27,7 +27,7 @@ from awex_delta.config import (
 from awex_delta.errors import ConfigError
 from awex_delta.schema import DeltaEncoding
 from awex_delta.types import DeltaSettings
-from awex_delta.wire.codec import codec_named
+from awex_delta.wire.registry import codec_named
 
 TRAIN: Mapping[str, object] = {"backend": "megatron:d2t2", "enable_delta_weight_update": True}
 ROLLOUT: Mapping[str, object] = {"backend": "sglang:d2t2"}
