@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from awex_delta.errors import ConfigError
 
 WorldSizePolicy = Literal["power_of_two", "any"]
-DeltaEncoding = Literal["indices", "gaps", "ulp", "ulp_zstd"]
+DeltaEncoding = Literal["indices", "gaps", "ulp", "ulp_zstd", "auto"]
 
 _STRICT = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
 
@@ -93,7 +93,8 @@ class TrainEngineConfig(_SideConfig):
     """How a delta is packed; the bytes are those of a changed element in a typical step.
     `indices`: a flat position and the new value, 6 bytes. `gaps`: the distance to the previous change
     and the new value, 3 bytes. `ulp`: the distance and how far the value moved, 1.6 bytes. `ulp_zstd`:
-    the same, compressed, 1.0 to 1.2 bytes. See docs/wire.md."""
+    the same, compressed, 1.0 to 1.2 bytes. `auto`: whichever takes the least time at the measured speed
+    of the link. See docs/wire.md."""
 
     world_size_policy: WorldSizePolicy = "power_of_two"
     """`power_of_two`: trainer and engine ranks together must be a power of two, which the transfer

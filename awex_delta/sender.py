@@ -16,6 +16,7 @@ from awex_delta.rendezvous import Rendezvous
 from awex_delta.routes import Route, Router, find_routes, param_specs
 from awex_delta.session import Decision, Proposal, Session, Stopwatch, check_arrived
 from awex_delta.types import DeltaSettings, Detection, Kind, Reason, TrainerView, UpdateStats
+from awex_delta.wire.choice import MIN_SAMPLE_BYTES, cheapest
 from awex_delta.wire.codec import Codec, RegionChange
 from awex_delta.wire.frame import FrameIdentity, pack_frame
 
@@ -76,6 +77,7 @@ class Sender:
         self._routes: dict[str, Route] = {}
         self._router: Router | None = None  # bound at connect
         self._unexpected_full = 0
+        self._bytes_per_second: float | None = None  # of the last transfer that was large enough to tell
 
     @property
     def version(self) -> int | None:
@@ -152,6 +154,8 @@ class Sender:
             raise
         self._ledger = self._ledger.commit(version, decision.verdict.kind)
         self._view.committed()
+        if stats.wire_bytes >= MIN_SAMPLE_BYTES:
+            self._bytes_per_second = stats.wire_bytes / max(stats.seconds["transfer"], 1e-6)
         self._report(stats)
         return stats
 
@@ -238,7 +242,9 @@ class Sender:
         self, decision: Decision, detection: Detection
     ) -> tuple[dict[tuple[int, torch.dtype], torch.Tensor], int]:
         """Frames by (receiver, dtype), and the elements in them. A frame without elements is not sent."""
-        codec = self._session.codecs[0]
+        changed = sum(changes.num_changed for changes in detection.changes)
+        share = changed / detection.num_owned if detection.num_owned else 0.0
+        codec = cheapest(self._session.codecs, share, self._bytes_per_second)
         frames: dict[tuple[int, torch.dtype], torch.Tensor] = {}
         total = 0
         for (receiver, dtype), changes in (

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from awex_delta.errors import ConfigError
+from awex_delta.wire.choice import AUTO
 from awex_delta.wire.codec import Codec, IndicesCodec
 from awex_delta.wire.gaps import GapCodec
 
@@ -24,7 +25,7 @@ def codecs_for(encoding: str) -> tuple[Codec, ...]:
     Raises:
         ConfigError: there is no such encoding.
     """
-    return (codec_named(encoding),)
+    return tuple(CODECS.values()) if encoding == AUTO else (codec_named(encoding),)
 
 
 def codec_named(name: str) -> Codec:
@@ -34,7 +35,6 @@ def codec_named(name: str) -> Codec:
         ConfigError: there is no such codec.
     """
     if name not in CODECS:
-        raise ConfigError(
-            f"weight_update_delta_encoding={name!r} is unknown: choose one of {', '.join(sorted(CODECS))}"
-        )
+        known = ", ".join(sorted([AUTO, *CODECS]))
+        raise ConfigError(f"weight_update_delta_encoding={name!r} is unknown: choose one of {known}")
     return CODECS[name]

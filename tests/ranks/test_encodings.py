@@ -17,7 +17,7 @@ from awex_delta.wire.registry import CODECS
 from tests.ranks.conftest import BIAS, DOWN, EMBED, ROUTER, train, wrong
 
 Make = Callable[..., Pairing]
-ENCODINGS = list(CODECS)
+ENCODINGS = [*CODECS, "auto"]
 TRAINER, ENGINE = 4, 1
 BIG: dict[str, tuple[int, ...]] = {EMBED: (96, 64), DOWN: (64, 96)}
 
@@ -162,3 +162,33 @@ def test_values_are_computed_before_the_first_write(make: Make, encoding: str) -
     pairing.commit(1)
     assert seen == [True]
     assert wrong(pairing) == [{}] * 3
+
+
+def test_auto_changes_encoding_with_the_measured_link(make: Make) -> None:
+    """Each rank chooses for itself, by a fact that only it knows; frames say how they are packed."""
+    pairing = make(encoding="auto", shapes=BIG, engines=whole_engine(), lr=1e-5)
+    spent = []
+    for version, rates in enumerate([(None, None), (20e9, 20e9), (1e7, 1e7), (20e9, 1e7)]):
+        train(pairing)
+        for sender, rate in zip(pairing.senders, rates, strict=True):
+            sender._bytes_per_second = rate
+        stats = pairing.commit(version)
+        assert wrong(pairing) == [{}]
+        spent.append(stats[0].total_wire_bytes / max(stats[0].total_changed, 1))
+    assert spent[1] > 5.9
+    assert spent[2] < 2
+    assert spent[2] + 1 < spent[3] < spent[1] - 1
+
+
+def test_the_link_is_measured_in_transfers_that_are_large_enough(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pairing = make(encoding="auto", num_trainers=1, engines=whole_engine(), shapes=BIG)
+    train(pairing)
+    pairing.commit(0)
+    assert pairing.senders[0]._bytes_per_second is None
+    monkeypatch.setattr("awex_delta.sender.MIN_SAMPLE_BYTES", 1)
+    train(pairing)
+    stats = pairing.commit(5)[1]
+    assert stats.verdict.kind is Kind.FULL
+    assert pairing.senders[0]._bytes_per_second == stats.wire_bytes / stats.seconds["transfer"]

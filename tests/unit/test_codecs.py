@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from awex_delta.engines.tensors import gather_from, scatter_into
 from awex_delta.errors import CorruptFrameError, StaleFrameError, WireError
 from awex_delta.numerics.ulp import UNSTATED, step_code
+from awex_delta.wire.choice import cheapest, expected_bytes
 from awex_delta.wire.codec import Codec, RegionChange, settle, whole_is_smaller
 from awex_delta.wire.frame import FrameIdentity, max_frame_bytes, pack_frame, unpack_frame
 from awex_delta.wire.gaps import GapCodec
-from awex_delta.wire.registry import CODECS
+from awex_delta.wire.registry import CODECS, codecs_for
 from awex_delta.wire.streams import entropy_bytes, join_streams, split_streams
 
 BF16 = torch.bfloat16
@@ -249,6 +250,36 @@ def test_a_region_goes_whole_exactly_where_that_is_smaller(
             code = torch.full((count,), UNSTATED if unstated else 1, dtype=torch.int8)
             change = RegionChange(numel=1000, index=torch.arange(count), value=code.bfloat16(), code=code)
             assert whole_is_smaller(CODECS[name], change, BF16) is whole
+
+
+GIGABIT = 125e6
+
+
+@pytest.mark.parametrize(
+    ("bytes_per_second", "share", "want"),
+    [
+        (None, 0.02, "indices"),  # nothing measured yet
+        (20e9, 0.02, "indices"),  # memory or a fast fabric: any encoding costs more than it saves
+        (1e9, 0.02, "indices"),
+        (GIGABIT, 0.02, "ulp"),
+        (GIGABIT / 10, 0.02, "ulp_zstd"),
+        (GIGABIT / 10, 1.0, "ulp_zstd"),
+        (GIGABIT / 10, 0.0, "indices"),  # nothing to encode
+    ],
+)
+def test_auto_weighs_work_against_bytes(bytes_per_second: float | None, share: float, want: str) -> None:
+    assert cheapest(codecs_for("auto"), share, bytes_per_second).name == want
+    assert cheapest(codecs_for("gaps"), share, bytes_per_second).name == "gaps"
+
+
+@pytest.mark.parametrize("lr", [1e-6, 3e-6])
+@pytest.mark.parametrize("name", CODECS)
+def test_auto_expects_the_bytes_that_an_encoding_takes(name: str, lr: float) -> None:
+    old, new = adamw_step(lr)
+    index = (old.view(torch.int16) != new.view(torch.int16)).nonzero().view(-1)
+    body = CODECS[name].encode([region(old, new, index)], BF16)
+    share = index.numel() / old.numel()
+    assert expected_bytes(name, share) == pytest.approx(body.numel() / index.numel(), rel=0.05)
 
 
 # --- refusals -----------------------------------------------------------------------------------------------

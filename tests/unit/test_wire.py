@@ -146,5 +146,5 @@ def test_order_starts_anew_in_each_region() -> None:
 
 
 def test_an_unknown_encoding_lists_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="'zip' is unknown: choose one of gaps, indices"):
+    with pytest.raises(ConfigError, match="'zip' is unknown: choose one of auto, gaps, indices"):
         codec_named("zip")
