@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from awex_delta.comm import Comm
-from awex_delta.engines.tensors import scatter_into
+from awex_delta.engines.tensors import gather_from, scatter_into
 from awex_delta.plan.ledger import EngineLedger
 from awex_delta.plan.regions import Region
 from awex_delta.plan.specs import EngineSpec, TensorSpec, dtype_name
 from awex_delta.rendezvous import Rendezvous
 from awex_delta.session import Decision, Proposal, Session, Stopwatch, check_arrived
 from awex_delta.types import DeltaSettings, EngineView, Kind, UpdateStats
-from awex_delta.wire.codec import RegionChange
+from awex_delta.wire.codec import RegionChange, settle
 from awex_delta.wire.frame import FrameIdentity, unpack_frame
 
 logger = logging.getLogger(__name__)
@@ -221,10 +222,21 @@ class Receiver:
             )
             regions = self._session.plan.between(sender, self._comm.seat, dtype)
             numels = [region.numel for region in regions]
+            changes = unpack_frame(frame, identity, self._session.codecs, numels)
             staged.extend(
-                zip(regions, unpack_frame(frame, identity, self._session.codec, numels), strict=True)
+                (region, self._settle(region, change))
+                for region, change in zip(regions, changes, strict=True)
             )
         return staged
+
+    def _settle(self, region: Region, change: RegionChange) -> RegionChange:
+        """Values for steps, from the live weights: all ranks agreed that they are the base version."""
+        if change.index is None or change.code is None or not change.index.numel():
+            return change
+        target = self._targets[region.name][region.target.slices]
+        index, value, code = (t.to(target.device) for t in (change.index, change.value, change.code))
+        found = replace(change, index=index, value=value, code=code)
+        return settle(found, gather_from(target, index))
 
     def _apply(self, staged: Staged) -> int:
         applied = 0

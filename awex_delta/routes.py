@@ -20,7 +20,7 @@ from awex_delta.plan.geometry import Box, Selection, select
 from awex_delta.plan.regions import Plan, Region
 from awex_delta.plan.specs import OutputSpec, ParamSpec, dtype_name
 from awex_delta.types import ChangeSet, Detection, TrainerView, WeightInfo
-from awex_delta.wire.codec import RegionChange
+from awex_delta.wire.codec import Codec, RegionChange, whole_is_smaller
 
 Frames = dict[tuple[int, torch.dtype], list[RegionChange]]
 """Region changes by (receiver, wire dtype), in the order of the plan."""
@@ -117,8 +117,15 @@ class Router:
                 for place, region in enumerate(regions):
                     self._places[region.name].append((receiver, dtype, place))
 
-    def frames(self, detection: Detection) -> Frames:
-        """The content of every frame that this rank sends in a delta. Collective: no."""
+    def frames(self, detection: Detection, codec: Codec) -> Frames:
+        """The content of every frame that this rank sends in a delta.
+
+        Args:
+            detection: what changed.
+            codec: what will pack it: regions that it would make larger than they are go whole.
+
+        Collective: no.
+        """
         frames: Frames = {
             key: [_nothing(region) for region in regions] for key, regions in self._regions.items()
         }
@@ -129,7 +136,28 @@ class Router:
                 converted = self._view.convert(key, self._view.tensor(key))
                 route.check(converted)
                 self._add_whole(frames, dict(converted))
+            else:
+                self._widen(frames, key, route, codec)
         return frames
+
+    def _widen(self, frames: Frames, key: str, route: Route, codec: Codec) -> None:
+        """Send regions of one parameter whole where that is smaller, and this rank knows all their values.
+
+        It does where it owns the whole parameter or every element changed. A rank that owns a part must
+        not speak for the rest.
+        """
+        info, outputs = route.info, dict[str, torch.Tensor]()
+        owns_all = (info.owned_start, info.owned_stop) == (0, torch.Size(info.shape).numel())
+        for name in (output.name for output in route.outputs):
+            for receiver, dtype, place in self._places.get(name, ()):
+                change = frames[receiver, dtype][place]
+                if change.index is None or not whole_is_smaller(codec, change, dtype):
+                    continue
+                if change.value.numel() == change.numel:
+                    frames[receiver, dtype][place] = RegionChange(numel=change.numel, value=change.value)
+                elif owns_all:
+                    outputs = outputs or dict(self._view.convert(key, self._view.tensor(key)))
+                    frames[receiver, dtype][place] = self._whole(outputs[name], receiver, dtype, place)
 
     def _add_sparse(self, frames: Frames, changes: ChangeSet) -> None:
         route = self._routes[changes.key]
@@ -175,9 +203,12 @@ class Router:
     def _add_whole(self, frames: Frames, outputs: Mapping[str, torch.Tensor]) -> None:
         for name, output in outputs.items():
             for receiver, dtype, place in self._places.get(name, ()):
-                region = self._regions[receiver, dtype][place]
-                value = output.detach()[region.source.slices].reshape(-1)
-                frames[receiver, dtype][place] = RegionChange(numel=region.numel, value=value)
+                frames[receiver, dtype][place] = self._whole(output, receiver, dtype, place)
+
+    def _whole(self, output: torch.Tensor, receiver: int, dtype: torch.dtype, place: int) -> RegionChange:
+        region = self._regions[receiver, dtype][place]
+        value = output.detach()[region.source.slices].reshape(-1)
+        return RegionChange(numel=region.numel, value=value)
 
 
 def _nothing(region: Region) -> RegionChange:

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from awex_delta.errors import ConfigError
 
 WorldSizePolicy = Literal["power_of_two", "any"]
-DeltaEncoding = Literal["indices"]
+DeltaEncoding = Literal["indices", "gaps", "ulp", "ulp_zstd", "auto"]
 
 _STRICT = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
 
@@ -90,7 +90,11 @@ class TrainEngineConfig(_SideConfig):
     1: every second update is full. 0: never, beyond the first sync and any doubt."""
 
     weight_update_delta_encoding: DeltaEncoding = "indices"
-    """How a delta is packed. `indices`: a flat position and the new value of each changed element."""
+    """How a delta is packed; the bytes are those of a changed element in a typical step.
+    `indices`: a flat position and the new value, 6 bytes. `gaps`: the distance to the previous change
+    and the new value, 3 bytes. `ulp`: the distance and how far the value moved, 1.6 bytes. `ulp_zstd`:
+    the same, compressed, 1.0 to 1.2 bytes. `auto`: whichever takes the least time at the measured speed
+    of the link. See docs/wire.md."""
 
     world_size_policy: WorldSizePolicy = "power_of_two"
     """`power_of_two`: trainer and engine ranks together must be a power of two, which the transfer

@@ -16,7 +16,8 @@ from awex_delta.rendezvous import Rendezvous
 from awex_delta.routes import Route, Router, find_routes, param_specs
 from awex_delta.session import Decision, Proposal, Session, Stopwatch, check_arrived
 from awex_delta.types import DeltaSettings, Detection, Kind, Reason, TrainerView, UpdateStats
-from awex_delta.wire.codec import RegionChange
+from awex_delta.wire.choice import MIN_SAMPLE_BYTES, cheapest
+from awex_delta.wire.codec import Codec, RegionChange
 from awex_delta.wire.frame import FrameIdentity, pack_frame
 
 logger = logging.getLogger(__name__)
@@ -76,6 +77,7 @@ class Sender:
         self._routes: dict[str, Route] = {}
         self._router: Router | None = None  # bound at connect
         self._unexpected_full = 0
+        self._bytes_per_second: float | None = None  # of the last transfer that was large enough to tell
 
     @property
     def version(self) -> int | None:
@@ -153,6 +155,8 @@ class Sender:
             raise
         self._ledger = self._ledger.commit(version, decision.verdict.kind)
         self._view.committed()
+        if stats.wire_bytes >= MIN_SAMPLE_BYTES:
+            self._bytes_per_second = stats.wire_bytes / max(stats.seconds["transfer"], 1e-6)
         self._report(stats)
         return stats
 
@@ -239,17 +243,27 @@ class Sender:
         self, decision: Decision, detection: Detection
     ) -> tuple[dict[tuple[int, torch.dtype], torch.Tensor], int]:
         """Frames by (receiver, dtype), and the elements in them. A frame without elements is not sent."""
+        changed = sum(changes.num_changed for changes in detection.changes)
+        share = changed / detection.num_owned if detection.num_owned else 0.0
+        codec = cheapest(self._session.codecs, share, self._bytes_per_second)
         frames: dict[tuple[int, torch.dtype], torch.Tensor] = {}
         total = 0
-        for (receiver, dtype), changes in (self._router.frames(detection) if self._router else {}).items():
+        for (receiver, dtype), changes in (
+            self._router.frames(detection, codec) if self._router else {}
+        ).items():
             count = sum(change.value.numel() for change in changes)
             if count:
-                frames[receiver, dtype] = self._frame(decision, receiver, dtype, changes)
+                frames[receiver, dtype] = self._frame(decision, receiver, dtype, codec, changes)
                 total += count
         return frames, total
 
     def _frame(
-        self, decision: Decision, receiver: int, dtype: torch.dtype, changes: list[RegionChange]
+        self,
+        decision: Decision,
+        receiver: int,
+        dtype: torch.dtype,
+        codec: Codec,
+        changes: list[RegionChange],
     ) -> torch.Tensor:
         identity = FrameIdentity(
             run_id=decision.run_id,
@@ -260,7 +274,7 @@ class Sender:
             receiver=receiver,
             dtype=dtype,
         )
-        return pack_frame(identity, self._session.codec, changes)
+        return pack_frame(identity, codec, changes)
 
     def _send_full(self, watch: Stopwatch) -> tuple[int, int]:
         tensors, failure = self._session.attempt("prepare", self._convert_all)

@@ -24,8 +24,8 @@ from awex_delta.plan.regions import Plan, build_plan
 from awex_delta.plan.rounds import Meeting, meetings_of
 from awex_delta.plan.specs import World, dtype_name, parse_world
 from awex_delta.types import DeltaSettings, Kind, Reason, Verdict
-from awex_delta.wire.codec import codec_named
 from awex_delta.wire.frame import PROTOCOL_VERSION, max_frame_bytes
+from awex_delta.wire.registry import codecs_for
 
 ROW_BYTES = 4096
 """Width of every proposal and every status on the wire."""
@@ -157,6 +157,7 @@ class Session:
     Attributes:
         world, plan: what all ranks agreed on at connect; valid while connected.
         meetings: this rank's schedule.
+        codecs: the encodings that frames may have.
     """
 
     world: World
@@ -183,7 +184,7 @@ class Session:
         """
         self.comm = comm
         self.settings = settings
-        self.codec = codec_named(settings.encoding)
+        self.codecs = codecs_for(settings.encoding)
         allow_any = settings.allow_any_world_size or not settings.enabled
         self.meetings: tuple[Meeting, ...] = meetings_of(
             comm.seat, comm.rendezvous.world_size, allow_any=allow_any

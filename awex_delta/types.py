@@ -242,7 +242,7 @@ class DeltaSettings:
 
     enabled: False means every sync is a full one and no optimizer hook is installed.
     anchor_interval: committed deltas between two full syncs; 0 means never.
-    encoding: name of the delta encoding (`wire.codec`).
+    encoding: name of the delta encoding (`wire.registry`), or "auto".
     allow_any_world_size: pad the schedule instead of refusing a world that is no power of two.
     release_grad_buffers: free Megatron's gradient buffers for the transfer (restored whatever happens).
     timeout_seconds: longest wait for a peer inside an update.

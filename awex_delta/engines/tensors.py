@@ -118,6 +118,24 @@ def scatter_into(view: torch.Tensor, index: torch.Tensor, values: torch.Tensor) 
     flat.scatter_(0, offsets, values.detach().view(bits))
 
 
+def gather_from(view: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Read single elements of a live tensor, at the positions that `scatter_into` writes.
+
+    Args:
+        view: bf16, fp16 or fp32, any strides.
+        index: int64 [n] on the device of `view`, in range.
+
+    Returns:
+        [n], dtype of `view`, a copy.
+
+    Collective: no.
+    """
+    cells = view.detach().view(_BITS[view.dtype])
+    if cells.is_contiguous():
+        return cells.view(-1)[index].view(view.dtype)
+    return _span(cells)[_strided_offsets(cells, index)].view(view.dtype)
+
+
 def _span(cells: torch.Tensor) -> torch.Tensor:
     """The memory from the first to the last element of a strided tensor, as one flat alias."""
     last = sum((size - 1) * stride for size, stride in zip(cells.shape, cells.stride(), strict=True))

@@ -6,16 +6,18 @@ regions of a frame at once, so that a frame costs a few tensor operations and no
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Protocol
 
 import torch
 
-from awex_delta.errors import ConfigError, CorruptFrameError
+from awex_delta.errors import CorruptFrameError
+from awex_delta.numerics.ulp import UNSTATED, apply_code
 
 INT32_LIMIT = 2**31
+INT64_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,11 +25,11 @@ class RegionChange:
     """What changed in one region.
 
     numel: elements in the region.
-    value: wire dtype [n], the new values.
+    value: wire dtype [n], the new values. Of a received change with codes, only where the code is -128.
     index: int64 [n], strictly ascending flat positions in the region; None when the whole region is
         sent (then n == numel).
-    code: int8 [n], steps in units in the last place, -128 where none is stated; None when the sender
-        has no codes (whole regions, received changes).
+    code: int8 [n], steps in units in the last place of bf16, -128 where none is stated; None where
+        there are no codes (whole regions, other dtypes, encodings that send every value).
     """
 
     numel: int
@@ -36,11 +38,37 @@ class RegionChange:
     code: torch.Tensor | None = None
 
 
+def settle(change: RegionChange, old: torch.Tensor) -> RegionChange:
+    """Turn the steps of a received change into values.
+
+    Args:
+        change: as decoded, its tensors on the device of `old`.
+        old: bf16 [n], what the receiver holds at `change.index`; read before any of it is written.
+
+    Returns:
+        The change with every value in place and no codes.
+
+    Collective: no.
+    """
+    if change.code is None:
+        return change
+    value = torch.where(change.code == UNSTATED, change.value, apply_code(old, change.code))
+    return replace(change, value=value, code=None)
+
+
 class Codec(Protocol):
     """One encoding of sparse regions. Pure: bytes depend on the arguments alone."""
 
-    name: str
-    number: int
+    @property
+    def name(self) -> str:
+        """What the settings call it."""
+
+    @property
+    def number(self) -> int:
+        """What the frame header calls it."""
+
+    def size(self, change: RegionChange, dtype: torch.dtype) -> int:
+        """About the bytes that one sparse region takes, to compare with sending it whole."""
 
     def encode(self, changes: Sequence[RegionChange], dtype: torch.dtype) -> torch.Tensor:
         """Pack sparse regions (index is not None) into uint8 [n] on the CPU."""
@@ -59,6 +87,21 @@ class Codec(Protocol):
         Raises:
             CorruptFrameError: the body does not fit the counts, or a position is out of place.
         """
+
+
+def whole_is_smaller(codec: Codec, change: RegionChange, dtype: torch.dtype) -> bool:
+    """True where the values of the whole region take fewer bytes than its encoded changes.
+
+    Args:
+        codec: the encoding that is compared.
+        change: a sparse region.
+        dtype: wire dtype.
+
+    Collective: no.
+    """
+    whole = change.numel * dtype.itemsize
+    worst = change.value.numel() * (INT64_BYTES + dtype.itemsize)  # no encoding needs more
+    return worst > whole and codec.size(change, dtype) > whole
 
 
 def check_positions(index: torch.Tensor, counts: Sequence[int], numels: Sequence[int]) -> None:
@@ -111,6 +154,10 @@ class IndicesCodec:
     name = "indices"
     number = 1
 
+    def size(self, change: RegionChange, dtype: torch.dtype) -> int:
+        """See `Codec.size`."""
+        return change.value.numel() * (_index_dtype([change.numel]).itemsize + dtype.itemsize)
+
     def encode(self, changes: Sequence[RegionChange], dtype: torch.dtype) -> torch.Tensor:
         """Positions of all regions, then values of all regions, each padded to 8 bytes."""
         if not changes:
@@ -155,19 +202,3 @@ def pad_to_word(stream: torch.Tensor) -> torch.Tensor:
     """uint8 [n] followed by zeros up to a multiple of 8 bytes."""
     missing = padding(stream.numel())
     return torch.cat([stream, stream.new_zeros(missing)]) if missing else stream
-
-
-CODECS: Mapping[str, Codec] = {codec.name: codec for codec in (IndicesCodec(),)}
-
-
-def codec_named(name: str) -> Codec:
-    """The codec called `name`.
-
-    Raises:
-        ConfigError: there is no such codec.
-    """
-    if name not in CODECS:
-        raise ConfigError(
-            f"weight_update_delta_encoding={name!r} is unknown: choose one of {', '.join(sorted(CODECS))}"
-        )
-    return CODECS[name]

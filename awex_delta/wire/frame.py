@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 import xxhash
 
-from awex_delta.errors import CorruptFrameError, StaleFrameError
+from awex_delta.errors import CorruptFrameError, StaleFrameError, WireError
 from awex_delta.wire.codec import Codec, RegionChange, as_bytes, pad_to_word, padding
 
 MAGIC = b"AWEXDLTA"
@@ -70,7 +70,7 @@ class FrameIdentity:
 
 def max_frame_bytes(numels: Sequence[int], dtype: torch.dtype) -> int:
     """The largest frame that these regions can need: a limit to check before memory is allocated."""
-    return _HEADER.size + 64 + 4 * len(numels) + 8 * len(numels) + sum(numels) * (8 + dtype.itemsize)
+    return _HEADER.size + 256 + 4 * len(numels) + 8 * len(numels) + sum(numels) * (8 + dtype.itemsize)
 
 
 def pack_frame(identity: FrameIdentity, codec: Codec, changes: Sequence[RegionChange]) -> torch.Tensor:
@@ -84,9 +84,14 @@ def pack_frame(identity: FrameIdentity, codec: Codec, changes: Sequence[RegionCh
     Returns:
         uint8 [n] on the CPU.
 
+    Raises:
+        WireError: more elements of a region changed than the region table can count.
+
     Collective: no.
     """
     sparse = [change for change in changes if change.index is not None]
+    if any(change.value.numel() >= WHOLE for change in sparse):
+        raise WireError(f"a region changed in {WHOLE} elements or more: its count does not fit the table")
     whole = [as_bytes(change.value.to(identity.dtype)) for change in changes if change.index is None]
     table = torch.tensor(
         [WHOLE if change.index is None else change.value.numel() for change in changes], dtype=torch.int64
@@ -114,18 +119,19 @@ def pack_frame(identity: FrameIdentity, codec: Codec, changes: Sequence[RegionCh
 
 
 def unpack_frame(
-    frame: torch.Tensor, identity: FrameIdentity, codec: Codec, numels: Sequence[int]
+    frame: torch.Tensor, identity: FrameIdentity, codecs: Sequence[Codec], numels: Sequence[int]
 ) -> list[RegionChange]:
     """Check one frame and take it apart. Nothing is written anywhere.
 
     Args:
         frame: uint8 [n] on the CPU, as received.
         identity: what the receiver expects.
-        codec: the agreed codec.
+        codecs: those that the frame may be packed by; its header says which one it is.
         numels: elements of each region, in the order of the plan.
 
     Returns:
-        One entry a region, in the order of the plan; tensors alias `frame`.
+        One entry a region, in the order of the plan; tensors may alias `frame`. Changes that carry
+        codes have no values yet: see `settle`.
 
     Raises:
         CorruptFrameError: the frame is damaged.
@@ -147,6 +153,7 @@ def unpack_frame(
     payload = frame[_HEADER.size :]
     if _checksum(bytes(header), payload) != checksum:
         raise CorruptFrameError("frame checksum differs: bytes were damaged on the way")
+    codec = next((codec for codec in codecs if codec.number == codec_number), codecs[0])
     expected = (PROTOCOL_VERSION, codec.number, _DTYPES[identity.dtype], len(numels), *identity.fields())
     got = (protocol, codec_number, dtype_number, num_regions, *found)
     if got != expected:

@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from awex_delta.errors import ConfigError, CorruptFrameError, StaleFrameError
-from awex_delta.wire.codec import RegionChange, check_positions, codec_named
+from awex_delta.wire.codec import RegionChange, check_positions
 from awex_delta.wire.frame import FrameIdentity, max_frame_bytes, pack_frame, unpack_frame
+from awex_delta.wire.registry import codec_named
 
 CODEC = codec_named("indices")
 IDENTITY = FrameIdentity(
@@ -59,7 +60,7 @@ def test_any_regions_come_back_bit_for_bit(regions: list[RegionChange]) -> None:
     numels = [region.numel for region in regions]
     frame = pack_frame(IDENTITY, CODEC, regions)
     assert frame.numel() <= max_frame_bytes(numels, torch.bfloat16)
-    for want, got in zip(regions, unpack_frame(frame, IDENTITY, CODEC, numels), strict=True):
+    for want, got in zip(regions, unpack_frame(frame, IDENTITY, [CODEC], numels), strict=True):
         assert got.value.view(torch.int16).tolist() == want.value.view(torch.int16).tolist()
         assert (got.index is None) == (want.index is None)
         if want.index is not None and got.index is not None:
@@ -71,7 +72,7 @@ def test_other_wire_dtypes(dtype: torch.dtype) -> None:
     value = torch.randn(4).to(dtype)
     regions = [RegionChange(numel=9, index=torch.tensor([1, 2, 4, 8]), value=value)]
     identity = replace(IDENTITY, dtype=dtype)
-    (got,) = unpack_frame(pack_frame(identity, CODEC, regions), identity, CODEC, [9])
+    (got,) = unpack_frame(pack_frame(identity, CODEC, regions), identity, [CODEC], [9])
     assert torch.equal(got.value, value)
 
 
@@ -88,16 +89,16 @@ def test_every_flipped_bit_is_found() -> None:
             damaged = frame.clone()
             damaged[position] ^= bit
             with pytest.raises(CorruptFrameError):
-                unpack_frame(damaged, IDENTITY, CODEC, NUMELS)
+                unpack_frame(damaged, IDENTITY, [CODEC], NUMELS)
 
 
 def test_every_cut_and_every_tail_is_found() -> None:
     frame = pack_frame(IDENTITY, CODEC, example())
     for length in range(frame.numel()):
         with pytest.raises(CorruptFrameError):
-            unpack_frame(frame[:length].clone(), IDENTITY, CODEC, NUMELS)
+            unpack_frame(frame[:length].clone(), IDENTITY, [CODEC], NUMELS)
     with pytest.raises(CorruptFrameError):
-        unpack_frame(torch.cat([frame, frame.new_zeros(8)]), IDENTITY, CODEC, NUMELS)
+        unpack_frame(torch.cat([frame, frame.new_zeros(8)]), IDENTITY, [CODEC], NUMELS)
 
 
 @pytest.mark.parametrize(
@@ -115,12 +116,12 @@ def test_every_cut_and_every_tail_is_found() -> None:
 def test_a_foreign_frame_is_stale_and_says_why(change: dict[str, object], named: str) -> None:
     foreign = pack_frame(replace(IDENTITY, **change), CODEC, example())  # type: ignore[arg-type]
     with pytest.raises(StaleFrameError, match=named):
-        unpack_frame(foreign, IDENTITY, CODEC, NUMELS)
+        unpack_frame(foreign, IDENTITY, [CODEC], NUMELS)
 
 
 def test_another_number_of_regions_is_stale() -> None:
     with pytest.raises(StaleFrameError, match="regions=3"):
-        unpack_frame(pack_frame(IDENTITY, CODEC, example()), IDENTITY, CODEC, [10, 3])
+        unpack_frame(pack_frame(IDENTITY, CODEC, example()), IDENTITY, [CODEC], [10, 3])
 
 
 @pytest.mark.parametrize(
@@ -135,7 +136,7 @@ def test_another_number_of_regions_is_stale() -> None:
 def test_positions_out_of_place_are_refused_even_under_a_right_checksum(index: list[int], what: str) -> None:
     frame = pack_frame(IDENTITY, CODEC, [sparse(10, index, [1, 2])])
     with pytest.raises(CorruptFrameError, match=what):
-        unpack_frame(frame, IDENTITY, CODEC, [10])
+        unpack_frame(frame, IDENTITY, [CODEC], [10])
 
 
 def test_order_starts_anew_in_each_region() -> None:
@@ -145,5 +146,5 @@ def test_order_starts_anew_in_each_region() -> None:
 
 
 def test_an_unknown_encoding_lists_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="'zip' is unknown: choose one of indices"):
+    with pytest.raises(ConfigError, match="'zip' is unknown: choose one of auto, gaps, indices"):
         codec_named("zip")

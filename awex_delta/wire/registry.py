@@ -1,0 +1,40 @@
+"""Every encoding by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from awex_delta.errors import ConfigError
+from awex_delta.wire.choice import AUTO
+from awex_delta.wire.codec import Codec, IndicesCodec
+from awex_delta.wire.gaps import GapCodec
+
+_ALL: tuple[Codec, ...] = (
+    IndicesCodec(),
+    GapCodec(name="gaps", number=2, steps=False, compress=False),
+    GapCodec(name="ulp", number=3, steps=True, compress=False),
+    GapCodec(name="ulp_zstd", number=4, steps=True, compress=True),
+)
+
+CODECS: Mapping[str, Codec] = {codec.name: codec for codec in _ALL}
+
+
+def codecs_for(encoding: str) -> tuple[Codec, ...]:
+    """The codecs that frames may have under one setting of `weight_update_delta_encoding`.
+
+    Raises:
+        ConfigError: there is no such encoding.
+    """
+    return tuple(CODECS.values()) if encoding == AUTO else (codec_named(encoding),)
+
+
+def codec_named(name: str) -> Codec:
+    """The codec called `name`.
+
+    Raises:
+        ConfigError: there is no such codec.
+    """
+    if name not in CODECS:
+        known = ", ".join(sorted([AUTO, *CODECS]))
+        raise ConfigError(f"weight_update_delta_encoding={name!r} is unknown: choose one of {known}")
+    return CODECS[name]
