@@ -39,7 +39,8 @@ docs: .venv/.installed-dev
 	$(BIN)/python scripts/reasons_page.py > docs/reasons.md
 
 bench: .venv/.installed
-	$(BIN)/awex-delta bench
+	$(BIN)/awex-delta bench detect
+	$(BIN)/awex-delta bench sync
 
 clean:
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

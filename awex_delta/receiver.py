@@ -11,11 +11,12 @@ import torch
 
 from awex_delta.comm import Comm
 from awex_delta.engines.tensors import gather_from, scatter_into
+from awex_delta.plan.agreement import Decision, Proposal, check_arrived
 from awex_delta.plan.ledger import EngineLedger
 from awex_delta.plan.regions import Region
 from awex_delta.plan.specs import EngineSpec, TensorSpec, dtype_name
 from awex_delta.rendezvous import Rendezvous
-from awex_delta.session import Decision, Proposal, Session, Stopwatch, check_arrived
+from awex_delta.session import Session, Stopwatch
 from awex_delta.types import DeltaSettings, EngineView, Kind, UpdateStats
 from awex_delta.wire.codec import RegionChange, settle
 from awex_delta.wire.frame import FrameIdentity, unpack_frame

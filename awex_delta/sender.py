@@ -5,16 +5,19 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
 
 from awex_delta.comm import Comm
+from awex_delta.plan.agreement import Decision, Proposal, check_arrived
 from awex_delta.plan.ledger import TrainerLedger
 from awex_delta.plan.specs import TrainerSpec
 from awex_delta.rendezvous import Rendezvous
 from awex_delta.routes import Route, Router, find_routes, param_specs
-from awex_delta.session import Decision, Proposal, Session, Stopwatch, check_arrived
+from awex_delta.session import Session, Stopwatch
 from awex_delta.types import DeltaSettings, Detection, Kind, Reason, TrainerView, UpdateStats
 from awex_delta.wire.choice import MIN_SAMPLE_BYTES, cheapest
 from awex_delta.wire.codec import Codec, RegionChange
@@ -76,6 +79,7 @@ class Sender:
         self._ledger = TrainerLedger(run_id=uuid.uuid4().hex)
         self._routes: dict[str, Route] = {}
         self._router: Router | None = None  # bound at connect
+        self._shares_whole = False  # some parameter is owned in parts, but has to be sent whole
         self._unexpected_full = 0
         self._bytes_per_second: float | None = None  # of the last transfer that was large enough to tell
 
@@ -110,6 +114,8 @@ class Sender:
             if run_id != self._ledger.run_id:  # rank 0 names the run
                 self._ledger = TrainerLedger(run_id=run_id)
             self._router = Router(self._view, self._routes, self._session.plan, self._comm.seat)
+            params = [param for trainer in self._session.world.trainers for param in trainer.params]
+            self._shares_whole = any(p.owners and not all(o.sparse for o in p.outputs) for p in params)
 
     def update_weights(self, version: int) -> UpdateStats:
         """Bring every engine to the trainer's current weights, as `version`.
@@ -145,11 +151,15 @@ class Sender:
                         held=self._ledger.version,
                         reason=detection.reason,
                         detail=detection.detail,
+                        changed=sum(changes.num_changed for changes in detection.changes),
+                        owned=detection.num_owned,
                     )
                 )
                 watch.lap("propose")
-                with self._view.transfer():
-                    stats = self._send(decision, detection, watch)
+                with ExitStack() as held:
+                    release = partial(held.enter_context, self._view.transfer())
+                    _, failure = self._session.attempt("release", release)
+                    stats = self._send(decision, detection, watch, failure)
         except BaseException:
             self._ledger = self._ledger.abort()
             raise
@@ -189,12 +199,13 @@ class Sender:
         detection, failure = self._session.attempt("detect", self._view.detect)
         return detection or Detection(reason=Reason.DETECTION_FAILED, detail=failure)
 
-    def _send(self, decision: Decision, detection: Detection, watch: Stopwatch) -> UpdateStats:
+    def _send(self, decision: Decision, detection: Detection, watch: Stopwatch, failure: str) -> UpdateStats:
+        """One half of the update, up to the completion agreement. failure: of this rank, so far."""
         if decision.verdict.kind is Kind.DELTA:
-            num_bytes, num_elements = self._send_delta(decision, detection, watch)
+            num_bytes, num_elements = self._send_delta(decision, detection, watch, failure)
         else:
             detection = Detection()
-            num_bytes, num_elements = self._send_full(watch)
+            num_bytes, num_elements = self._send_full(watch, failure)
         changed = sum(changes.num_changed for changes in detection.changes)
         facts = self._session.agree(
             "apply", "", sent=num_elements, bytes=num_bytes, changed=changed, owned=detection.num_owned
@@ -215,9 +226,14 @@ class Sender:
             seconds=watch.seconds,
         )
 
-    def _send_delta(self, decision: Decision, detection: Detection, watch: Stopwatch) -> tuple[int, int]:
-        packed, failure = self._session.attempt("encode", lambda: self._encode(decision, detection))
-        self._session.agree("encode", failure)
+    def _send_delta(
+        self, decision: Decision, detection: Detection, watch: Stopwatch, failure: str
+    ) -> tuple[int, int]:
+        if self._shares_whole:
+            _, late = self._session.attempt(None, self._view.gather_params)
+            failure = failure or late
+        packed, here = self._session.attempt("encode", lambda: self._pack(decision, detection))
+        self._session.agree("encode", failure or here)
         watch.lap("encode")
         frames, num_elements = packed or ({}, 0)
         for dtype in self._session.plan.dtypes:
@@ -231,14 +247,6 @@ class Sender:
         watch.lap("stage")
         return sum(frame.numel() for frame in frames.values()), num_elements
 
-    def _encode(
-        self, decision: Decision, detection: Detection
-    ) -> tuple[dict[tuple[int, torch.dtype], torch.Tensor], int]:
-        params = [param for trainer in self._session.world.trainers for param in trainer.params]
-        if any(param.owners and not all(output.sparse for output in param.outputs) for param in params):
-            self._view.gather_params()  # owned in parts but sent whole; all trainer ranks find the same
-        return self._pack(decision, detection)
-
     def _pack(
         self, decision: Decision, detection: Detection
     ) -> tuple[dict[tuple[int, torch.dtype], torch.Tensor], int]:
@@ -248,9 +256,8 @@ class Sender:
         codec = cheapest(self._session.codecs, share, self._bytes_per_second)
         frames: dict[tuple[int, torch.dtype], torch.Tensor] = {}
         total = 0
-        for (receiver, dtype), changes in (
-            self._router.frames(detection, codec) if self._router else {}
-        ).items():
+        content = self._router.frames(detection, codec) if self._router else {}
+        for (receiver, dtype), changes in content.items():
             count = sum(change.value.numel() for change in changes)
             if count:
                 frames[receiver, dtype] = self._frame(decision, receiver, dtype, codec, changes)
@@ -276,9 +283,10 @@ class Sender:
         )
         return pack_frame(identity, codec, changes)
 
-    def _send_full(self, watch: Stopwatch) -> tuple[int, int]:
-        tensors, failure = self._session.attempt("prepare", self._convert_all)
-        self._session.agree("prepare", failure)
+    def _send_full(self, watch: Stopwatch, failure: str) -> tuple[int, int]:
+        _, late = self._session.attempt(None, self._view.gather_params)
+        tensors, here = self._session.attempt("prepare", self._convert_all)
+        self._session.agree("prepare", failure or late or here)
         watch.lap("prepare")
         plan = self._session.plan.dense_plan(self._comm.seat, sending=True)
         self._comm.send_weights(tensors or {}, plan, phase="send weights")
@@ -289,7 +297,6 @@ class Sender:
         return sum(n * w for n, w in zip(numels, widths, strict=True)), sum(numels)
 
     def _convert_all(self) -> dict[str, torch.Tensor]:
-        self._view.gather_params()
         converted: dict[str, torch.Tensor] = {}
         for key, route in self._routes.items():
             outputs = self._view.convert(key, self._view.tensor(key).detach())

@@ -8,9 +8,9 @@ that gave up. Only a peer that does not answer breaks this pattern; then `Comm` 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from itertools import product
 from typing import Any, TypeVar
 
@@ -19,11 +19,11 @@ from pydantic import TypeAdapter, ValidationError
 
 from awex_delta.comm import Comm
 from awex_delta.errors import AwexDeltaError, ConnectError, LockstepError, UpdateAborted, UpdateError
-from awex_delta.plan.ledger import EngineLedger
+from awex_delta.plan.agreement import Decision, Proposal, Status, decide
 from awex_delta.plan.regions import Plan, build_plan
 from awex_delta.plan.rounds import Meeting, meetings_of
 from awex_delta.plan.specs import World, dtype_name, parse_world
-from awex_delta.types import DeltaSettings, Kind, Reason, Verdict
+from awex_delta.types import DeltaSettings
 from awex_delta.wire.frame import PROTOCOL_VERSION, max_frame_bytes
 from awex_delta.wire.registry import codecs_for
 
@@ -36,105 +36,13 @@ _LOCAL_SETTINGS = frozenset({"release_grad_buffers", "timeout_seconds", "connect
 Value = TypeVar("Value")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Proposal:
-    """What one rank says before an update.
-
-    role: "trainer" or "engine".
-    version: the version that the caller asked for.
-    run_id, held: of a trainer its own run and watermark, of an engine what it holds. held is None
-        when there is nothing, dirty when writes were not committed.
-    reason, detail: a trainer's own doubt.
-    """
-
-    role: str
-    version: int
-    run_id: str
-    held: int | None
-    dirty: bool = False
-    reason: Reason = Reason.NONE
-    detail: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Status:
-    """How a phase ended on one rank: why it cannot go on (empty when it can), and counts for all."""
-
-    phase: str
-    version: int
-    failure: str
-    facts: dict[str, int]
-
-
 _PROPOSAL = TypeAdapter(Proposal)
 _STATUS = TypeAdapter(Status)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Decision:
-    """What all ranks concluded from the proposals. base is the version that a delta builds on."""
-
-    version: int
-    run_id: str
-    base: int
-    verdict: Verdict
 
 
 def _clip(text: str) -> str:
     """Short and plain enough for any text to fit a row, whatever JSON makes of it."""
     return text.encode("ascii", "backslashreplace").decode()[:_DETAIL_CHARS]
-
-
-def decide(proposals: Sequence[Proposal]) -> Decision:
-    """Full or delta: the worst reason of any rank wins. Pure, so every rank concludes the same.
-
-    Args:
-        proposals: by transfer rank.
-
-    Raises:
-        LockstepError: ranks were asked for different versions, or trainers belong to different runs.
-
-    Collective: no.
-    """
-    versions = {proposal.version for proposal in proposals}
-    if len(versions) > 1:
-        who = {v: [seat for seat, p in enumerate(proposals) if p.version == v] for v in sorted(versions)}
-        raise LockstepError(f"ranks were asked for different versions (version: seats): {who}")
-    trainers = [proposal for proposal in proposals if proposal.role == "trainer"]
-    if len({trainer.run_id for trainer in trainers}) != 1:
-        raise LockstepError("trainer ranks belong to different runs: restart the trainer as a whole")
-    run_id, base = trainers[0].run_id, trainers[0].held
-    reasons = []
-    for proposal in proposals:
-        if proposal.role == "engine":
-            ledger = EngineLedger(run_id=proposal.run_id, version=proposal.held, dirty=proposal.dirty)
-            reasons.append(ledger.doubt(run_id, base))
-        elif proposal.held != base:  # an earlier commit reached only some ranks
-            reasons.append(max(proposal.reason, Reason.PREVIOUS_ABORTED))
-        else:
-            reasons.append(proposal.reason)
-    worst = max(reasons)
-    ranks = tuple(seat for seat, reason in enumerate(reasons) if reason is worst) if worst else ()
-    detail = next((proposals[seat].detail for seat in ranks if proposals[seat].detail), "")
-    verdict = Verdict(kind=Kind.FULL if worst else Kind.DELTA, reason=worst, ranks=ranks, detail=detail)
-    return Decision(version=versions.pop(), run_id=run_id, base=-1 if base is None else base, verdict=verdict)
-
-
-def check_arrived(facts: Sequence[Mapping[str, int]]) -> None:
-    """Every element that was sent has been written, over all ranks.
-
-    Args:
-        facts: of the last agreement: "sent" by trainers, "applied" by engines.
-
-    Raises:
-        UpdateAborted: on every rank alike, with both counts.
-
-    Collective: no.
-    """
-    sent = sum(fact.get("sent", 0) for fact in facts)
-    applied = sum(fact.get("applied", 0) for fact in facts)
-    if sent != applied:
-        raise UpdateAborted(f"trainers sent {sent} elements, engines wrote {applied}")
 
 
 class Stopwatch:
@@ -258,15 +166,18 @@ class Session:
         """
         self._version = proposal.version
         mine = replace(proposal, detail=_clip(proposal.detail))
-        return decide(self._rows(_PROPOSAL, mine, "propose"))
+        return decide(self._rows(_PROPOSAL, mine, "propose"), [codec.name for codec in self.codecs])
 
-    def attempt(self, phase: str, work: Callable[[], Value]) -> tuple[Value | None, str]:
+    def attempt(self, phase: str | None, work: Callable[[], Value]) -> tuple[Value | None, str]:
         """Run rank-local work of a phase, and turn a failure into a text for the next agreement.
 
-        A failed update (a peer that is gone) is not local and passes through. Collective: no.
+        Without a phase nobody is told that it begins: so where `work` holds a collective of the training
+        framework, which no rank may miss. A failed update (a peer that is gone) is not local and passes
+        through. Collective: no.
         """
         try:
-            self._on_phase(phase)
+            if phase is not None:
+                self._on_phase(phase)
             return work(), ""
         except UpdateError:
             raise

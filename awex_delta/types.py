@@ -22,6 +22,7 @@ class Reason(IntEnum):
     """Why an update is a delta (0) or a full sync (the rest). The largest over all ranks wins."""
 
     NONE = 0
+    TOO_DENSE = 5
     ANCHOR_DUE = 10
     VERSION_GAP = 20
     STEP_GAP = 30
@@ -48,6 +49,7 @@ class Reason(IntEnum):
 
 _REASON_TEXT: Mapping[Reason, str] = {
     Reason.NONE: "delta",
+    Reason.TOO_DENSE: "so much changed that a delta would be larger than a full sync",
     Reason.ANCHOR_DUE: "a periodic full sync (anchor) is due",
     Reason.VERSION_GAP: "the version does not follow the last committed one",
     Reason.STEP_GAP: "more optimizer steps ran since the last commit than one inversion covers",

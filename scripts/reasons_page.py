@@ -23,6 +23,11 @@ REASONS: Mapping[Reason, Advice] = {
         cause="Every trainer rank is sure of what changed, and every engine holds the base version.",
         remedy="Nothing.",
     ),
+    Reason.TOO_DENSE: Advice(
+        cause="Of the bf16 elements so many changed that positions and values take more bytes than all "
+        "weights (a third of them with `indices`): a high learning rate, or the first steps of Adam.",
+        remedy="Nothing. Where it repeats, a smaller encoding (`ulp_zstd`), or no deltas at this rate.",
+    ),
     Reason.ANCHOR_DUE: Advice(
         cause="`weight_update_anchor_interval` deltas were committed since the last full sync.",
         remedy="Nothing. A larger interval makes anchors rarer, 0 switches them off.",

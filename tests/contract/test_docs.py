@@ -13,8 +13,9 @@ import torch
 import awex_delta
 from awex_delta import errors
 from awex_delta.types import Reason
-from awex_delta.wire.codec import CODECS, RegionChange
+from awex_delta.wire.codec import RegionChange
 from awex_delta.wire.frame import FrameIdentity, pack_frame
+from awex_delta.wire.registry import CODECS
 from scripts.reasons_page import EXCEPTIONS, REASONS, page
 from tests.contract.sources import PACKAGE, ROOT
 

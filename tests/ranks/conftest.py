@@ -66,6 +66,7 @@ def make() -> Iterator[Callable[..., Pairing]]:
         fields = [name for name in options if name in SETTINGS.__slots__]
         settings = replace(SETTINGS, **{name: options.pop(name) for name in fields})
         extra: dict[str, tuple[int, ...]] = {**options.get("buffers", {}), **options.get("fp32", {})}
+        options.setdefault("lr", 1e-5)  # few enough changes for a delta to be smaller than a full sync
         seats = options.pop("engines", None) or engine_seats(extra)
         shapes = options.pop("shapes", SHAPES)
         pairing = torch_pairing(shapes, engines=seats, settings=settings, **options)

@@ -26,7 +26,7 @@ def whole_engine() -> list[EngineSeat]:
     return [EngineSeat(engine="e", view=DictEngine(BIG))]
 
 
-@pytest.mark.parametrize("lr", [1e-5, 1e-2])
+@pytest.mark.parametrize("lr", [1e-6, 1e-5])
 @pytest.mark.parametrize("encoding", ENCODINGS)
 def test_versions_stay_bit_identical(make: Make, encoding: str, lr: float) -> None:
     pairing = make(encoding=encoding, lr=lr, anchor_interval=4, buffers={BIAS: (4,)}, fp32={ROUTER: (4, 8)})
@@ -56,22 +56,22 @@ def test_fewer_bytes_with_each_encoding(make: Make) -> None:
 @pytest.mark.parametrize("encoding", ENCODINGS)
 @pytest.mark.parametrize("num_trainers", [1, 2])
 def test_a_step_that_changes_everything(make: Make, encoding: str, num_trainers: int) -> None:
-    """A lone owner sends whole what would be larger as changes; owners of parts speak for theirs alone."""
+    """A delta, where the encoding is small enough to pay even then; otherwise a full sync."""
     pairing = make(encoding=encoding, shapes=BIG, engines=whole_engine(), lr=0.5, num_trainers=num_trainers)
     for version in range(3):
         train(pairing)
         stats = pairing.commit(version)
         assert wrong(pairing) == [{}]
-    assert stats[0].verdict.kind is Kind.DELTA
-    assert stats[0].total_changed > 0.95 * stats[0].total_owned
-    if num_trainers == 1:
+    dense = encoding in ("indices", "gaps")
+    assert stats[0].verdict.reason is (Reason.TOO_DENSE if dense else Reason.NONE)
+    if dense or num_trainers == 1:
         assert stats[0].total_wire_bytes <= stats[0].full_bytes + 250
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
 @pytest.mark.parametrize(("phase", "seat"), [("encode", TRAINER), ("stage", ENGINE), ("apply", ENGINE)])
 def test_the_same_version_can_be_sent_again(make: Make, encoding: str, phase: str, seat: int) -> None:
-    pairing = make(encoding=encoding, lr=1e-4)
+    pairing = make(encoding=encoding, lr=1e-5)
     for version in range(2):
         train(pairing)
         pairing.commit(version)
@@ -88,7 +88,7 @@ def test_the_same_version_can_be_sent_again(make: Make, encoding: str, phase: st
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
 def test_an_apply_that_stops_half_way_is_repaired_by_the_retry(make: Make, encoding: str) -> None:
-    pairing = make(encoding=encoding, lr=1e-4)
+    pairing = make(encoding=encoding, lr=1e-5)
     for version in range(2):
         train(pairing)
         pairing.commit(version)
@@ -111,7 +111,7 @@ def test_an_apply_that_stops_half_way_is_repaired_by_the_retry(make: Make, encod
 @pytest.mark.parametrize("encoding", ENCODINGS)
 def test_another_base_is_never_written_to(make: Make, encoding: str) -> None:
     """An engine that lost its weights gets a full sync; a frame of another base is stale before a write."""
-    pairing = make(encoding=encoding, lr=1e-4)
+    pairing = make(encoding=encoding, lr=1e-5)
     for version in range(2):
         train(pairing)
         pairing.commit(version)
@@ -142,7 +142,7 @@ def test_another_base_is_never_written_to(make: Make, encoding: str) -> None:
 @pytest.mark.parametrize("encoding", ENCODINGS)
 def test_values_are_computed_before_the_first_write(make: Make, encoding: str) -> None:
     """Staging alone leaves the engine as it was, and staging twice gives the same values."""
-    pairing = make(encoding=encoding, lr=1e-4)
+    pairing = make(encoding=encoding, lr=1e-5)
     train(pairing)
     pairing.commit(0)
     train(pairing)
@@ -154,7 +154,7 @@ def test_values_are_computed_before_the_first_write(make: Make, encoding: str) -
         first, second = stage(*arguments), stage(*arguments)
         for (_, one), (_, two) in zip(first, second, strict=True):
             assert torch.equal(one.value, two.value)
-            assert one.code is None
+            assert one.code is None or not one.code.numel()
         seen.append(all(torch.equal(t, before[n]) for n, t in pairing.engines[2].tensors_by_name.items()))
         return second
 

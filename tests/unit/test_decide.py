@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import permutations
 
 import pytest
 
 from awex_delta.errors import LockstepError, UpdateAborted
-from awex_delta.session import Proposal, check_arrived, decide
+from awex_delta.plan import agreement
+from awex_delta.plan.agreement import Decision, Proposal, check_arrived
 from awex_delta.types import Kind, Reason
 
 RUN = "a" * 32
+
+
+def decide(proposals: Sequence[Proposal]) -> Decision:
+    """What follows when frames hold plain positions and values."""
+    return agreement.decide(proposals, ["indices"])
+
+
 ENGINE = Proposal(role="engine", version=8, run_id=RUN, held=7)
 TRAINER = Proposal(role="trainer", version=8, run_id=RUN, held=7)
 
@@ -76,3 +85,32 @@ def test_every_sent_element_must_have_been_written() -> None:
     check_arrived([{"applied": 3}, {"applied": 4}, {"sent": 7}])
     with pytest.raises(UpdateAborted, match="sent 8 elements, engines wrote 7"):
         check_arrived([{"applied": 3}, {"applied": 4}, {"sent": 7}, {"sent": 1}])
+
+
+@pytest.mark.parametrize(
+    ("encoding", "changed", "reason"),
+    [
+        ("indices", 0, Reason.NONE),
+        ("indices", 333, Reason.NONE),
+        ("indices", 334, Reason.TOO_DENSE),
+        ("gaps", 600, Reason.NONE),
+        ("gaps", 700, Reason.TOO_DENSE),
+        ("ulp_zstd", 1000, Reason.NONE),
+    ],
+)
+def test_a_delta_that_would_be_larger_than_a_full_sync_is_none(
+    encoding: str, changed: int, reason: Reason
+) -> None:
+    halves = [
+        replace(TRAINER, changed=changed // 2, owned=500),
+        replace(TRAINER, changed=changed - changed // 2, owned=500),
+    ]
+    verdict = agreement.decide([ENGINE, *halves], [encoding]).verdict
+    assert verdict.reason is reason
+    assert verdict.ranks == ((1, 2) if reason else ())
+
+
+def test_a_doubt_is_told_before_the_density() -> None:
+    dense = replace(TRAINER, changed=1000, owned=1000)
+    verdict = agreement.decide([replace(ENGINE, dirty=True), dense], ["indices"]).verdict
+    assert verdict.reason is Reason.ENGINE_DIRTY
