@@ -29,10 +29,11 @@ import torch.distributed.distributed_c10d as c10d
 from awex.transfer.nccl_comm import batch_send_recv, nccl_build_recv_ops, nccl_build_send_ops
 from awex.transfer.transfer_plan import TransferPlan
 from awex.util.process_group import init_custom_process_group
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import PrefixStore
 
 from awex_delta.errors import ConnectError, PeerError
 from awex_delta.rendezvous import Rendezvous, first_line
+from awex_delta.store import BoundedStore
 
 MAX_JSON_BYTES = 1 << 28
 """The longest description of one rank. A model of a hundred thousand tensors needs a tenth of it."""
@@ -68,7 +69,7 @@ class Comm:
         self._device = device or torch.device("cpu")
         self._timeout = timedelta(seconds=timeout_seconds)
         self._connect_timeout = timedelta(seconds=connect_timeout_seconds)
-        self._store: Store | None = None
+        self._store: BoundedStore | None = None
         self._group: dist.ProcessGroup | None = None
         self._weights_group: dist.ProcessGroup | None = None
 
@@ -90,7 +91,7 @@ class Comm:
             return self._group is not None
         seen, self.epoch = self.epoch, current
         self._leave()
-        if seen >= 0 and self._cause(current) == purpose:
+        if seen >= 0 and self._open_store().find(f"{current}/cause") == purpose:
             raise PeerError(
                 f"seat {self.seat}: {purpose} was given up by another rank before this one began it"
             )
@@ -108,7 +109,7 @@ class Comm:
         store = self._open_store()
         life = uuid.uuid4().hex
         epoch = self._read_epoch()
-        while store.compare_set(f"{epoch}/seat/{self.seat}", "", life).decode() != life:
+        while store.swap(f"{epoch}/seat/{self.seat}", "", life) != life:
             # Not in the name of this rank's purpose: the peers have not given anything up.
             self._open_epoch_after(epoch, f"a new life of seat {self.seat}")
             epoch = self._read_epoch()
@@ -122,7 +123,7 @@ class Comm:
                 self._weights_group = self._new_group("nccl", self._timeout)
         except (RuntimeError, PeerError) as error:
             seats = range(self.rendezvous.world_size)
-            missing = [seat for seat in seats if not store.check([f"{epoch}/seat/{seat}"])]
+            missing = [seat for seat in seats if store.find(f"{epoch}/seat/{seat}") is None]
             self._open_epoch_after(epoch, self.purpose)  # whoever comes late finds no half-open group
             self.abandon()
             waited = self._connect_timeout.total_seconds()
@@ -136,8 +137,8 @@ class Comm:
 
         Collective: no; peers that wait in the group fail at once.
         """
-        if self._store is not None and self._group is not None:
-            with suppress(RuntimeError):  # a store that is gone cannot be told
+        if self._store is not None and not self._store.broken and self._group is not None:
+            with suppress(PeerError, ConnectError):  # a store that is gone cannot be told
                 self._open_epoch_after(self.epoch, self.purpose)
         self.epoch = -1
         self._leave()
@@ -288,42 +289,31 @@ class Comm:
             self.trace.append(phase)
             del self.trace[:-64]
             if self._store is not None:
-                with suppress(RuntimeError):
-                    self._store.set(f"{self.epoch}/at/{self.seat}", phase)
+                with suppress(PeerError):
+                    self._store.put(f"{self.epoch}/at/{self.seat}", phase)
 
     def _reached(self, rank: int, phase: str) -> bool:
-        key = f"{self.epoch}/at/{rank}"
-        try:
-            return (
-                self._store is not None
-                and self._store.check([key])
-                and self._store.get(key).decode() == phase
-            )
-        except RuntimeError:
-            return False
+        with suppress(PeerError):
+            return self._store is not None and self._store.find(f"{self.epoch}/at/{rank}") == phase
+        return False
 
-    def _open_store(self) -> Store:
-        if self._store is None:
-            self._store = self.rendezvous.open_store(self._connect_timeout)
+    def _open_store(self) -> BoundedStore:
+        if self._store is None or self._store.broken:
+            self._store = BoundedStore(self.rendezvous, self._connect_timeout)
         return self._store
 
     def _read_epoch(self) -> int:
-        return int(self._open_store().compare_set("epoch", "", "0"))
+        return int(self._open_store().swap("epoch", "", "0"))
 
     def _open_epoch_after(self, epoch: int, cause: str) -> None:
         store = self._open_store()
-        store.compare_set(f"{epoch + 1}/cause", "", cause)
-        store.compare_set("epoch", str(epoch), str(epoch + 1))
-
-    def _cause(self, epoch: int) -> str:
-        key = f"{epoch}/cause"
-        store = self._open_store()
-        return store.get(key).decode() if store.check([key]) else ""
+        store.swap(f"{epoch + 1}/cause", "", cause)
+        store.swap("epoch", str(epoch), str(epoch + 1))
 
     def _new_group(self, backend: str, timeout: timedelta) -> dist.ProcessGroup:
         group: dist.ProcessGroup = init_custom_process_group(
             backend=backend,
-            store=PrefixStore(f"{self.epoch}/{backend}", self._open_store()),
+            store=PrefixStore(f"{self.epoch}/{backend}", self._open_store().raw),
             world_size=self.rendezvous.world_size,
             rank=self.seat,
             group_name=f"{self.rendezvous.name}/{self.epoch}/{backend}",

@@ -17,6 +17,7 @@ from awex_delta.trainers.journal import StepJournal
 from awex_delta.trainers.megatron_layout import (
     Part,
     Shard,
+    check_tying,
     global_layer_ids,
     named_parameters,
     optimizer_shards,
@@ -88,10 +89,12 @@ class MegatronTrainer:
 
         Raises:
             UnsupportedError: a trainable parameter is stepped by no optimizer, AWEX cannot convert a
-                weight, or Megatron's objects lack something that is needed.
+                weight, lm_head is tied in `hf_config` alone, or Megatron's objects lack something that
+                is needed.
 
         Collective: no.
         """
+        check_tying(model_chunks, tied=hf_config.tie_word_embeddings)
         info = rank_info()
         layer_ids = global_layer_ids(model_chunks)
         converter = get_train_weights_converter(

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from megatron.core.fp8_utils import is_float8tensor
+from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import ChainedOptimizer, DistributedOptimizer
 from megatron.core.optimizer.optimizer import (
     Float16OptimizerWithFloat16Params,
@@ -90,6 +91,17 @@ def router_biases(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module
         owner, _, last = name.rpartition(".")
         if last == "expert_bias":
             yield canonical_name(name), chunk.get_submodule(owner)
+
+
+def check_tying(chunks: Sequence[torch.nn.Module], *, tied: bool) -> None:
+    """Refuse a model that trains lm_head apart from the embedding where engines take one for the other."""
+    for chunk in chunks:
+        for module in chunk.modules():
+            if isinstance(module, GPTModel) and tied and not module.share_embeddings_and_output_weights:
+                raise UnsupportedError(
+                    "hf_config.tie_word_embeddings is True, but the Megatron model was built without "
+                    "share_embeddings_and_output_weights: engines would never receive its lm_head"
+                )
 
 
 def global_layer_ids(chunks: Sequence[torch.nn.Module]) -> dict[tuple[int, int], dict[int, int]]:

@@ -36,6 +36,7 @@ FLOORS = {
     "wire": 1,
     "plan": 2,
     "rendezvous": 2,
+    "store": 2,
     "comm": 2,
     "engines.tensors": 3,  # reading and writing views of live weights, which the receiver needs
     "detect": 3,

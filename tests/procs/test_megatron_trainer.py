@@ -449,6 +449,20 @@ def test_what_cannot_be_read_is_refused_by_name() -> None:
     run_ranks(check_refusals, 1)
 
 
+def check_untied(me: Rank) -> None:
+    me.init_gloo(rank=me.rank, world_size=me.world_size)
+    tiny = build_trainer(TinySpec(layers=2, pp=2, tied=False))
+    tiny.hf_config.tie_word_embeddings = True
+    with pytest.raises(UnsupportedError, match="engines would never receive its lm_head"):
+        attach(tiny)
+    tiny.hf_config.tie_word_embeddings = False
+    attach(tiny)
+
+
+def test_a_head_that_only_the_configuration_ties_is_refused() -> None:
+    run_ranks(check_untied, 2)
+
+
 def check_frozen(me: Rank) -> None:
     _, view = start(me, TinySpec(layers=1, frozen="embedding"))
     assert [info.param for info in view.weights() if not info.sparse] == ["embedding.word_embeddings.weight"]

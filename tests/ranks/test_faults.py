@@ -422,6 +422,54 @@ def test_a_world_that_is_no_power_of_two_is_refused_before_anything_opens(make: 
         make(allow_any_world_size=False)
 
 
+def test_two_ranks_on_one_seat_end_with_the_name_of_the_empty_one(make: Make) -> None:
+    pairing = make(connect_timeout_seconds=1.5, engines=[EngineSeat(engine="e", view=DictEngine(SHAPES))])
+    second = pairing.senders[1]
+    pairing.senders[1] = pairing._sender(0)  # its launcher gave it the number of another
+    begin = time.monotonic()
+    outcome = pairing.update(0)
+    assert time.monotonic() - begin < 5
+    assert {type(error) for error in outcome} == {ConnectError}
+    assert all("trainer rank 1" in str(error) for error in outcome), outcome
+    pairing.senders[1] = second
+    train(pairing)
+    assert pairing.commit(0)[0].verdict.reason is Reason.FIRST_SYNC
+    assert wrong(pairing) == [{}]
+
+
+def test_connecting_again_changes_nothing(make: Make) -> None:
+    pairing = make()
+    for _ in range(3):
+        results(pairing.threads.run(lambda seat: pairing.ends[seat].connect()))
+    epochs = [end.comm.epoch for end in pairing.ends]
+    assert not any(receiver.ready for receiver in pairing.receivers)  # nothing to serve yet
+    for version in range(2):
+        train(pairing)
+        pairing.commit(version)
+    assert [end.comm.epoch for end in pairing.ends] == epochs == [epochs[0]] * 5
+    assert wrong(pairing) == [{}] * 3
+
+
+def test_the_device_has_finished_before_a_version_is_said_to_be_complete(make: Make) -> None:
+    pairing = ready(make())
+    engine, comm = pairing.engines[ENGINE], pairing.receivers[ENGINE].comm
+    seen: list[str] = []
+    synchronize, gather, committed = engine.synchronize, comm.gather, engine.committed
+
+    def record(row: bytes, *, width: int, phase: str) -> list[bytes]:
+        seen.append(phase.partition(" of ")[0])
+        return gather(row, width=width, phase=phase)
+
+    engine.synchronize = lambda: (seen.append("synchronize"), synchronize())[1]  # type: ignore[func-returns-value,method-assign]
+    engine.committed = lambda version: (seen.append("commit"), committed(version))[1]  # type: ignore[func-returns-value,method-assign]
+    comm.gather = record  # type: ignore[method-assign]
+    pairing.commit(2)
+    assert seen == ["propose", "encode", "sizes", "stage", "synchronize", "apply", "commit"]
+    seen.clear()
+    pairing.commit(9)
+    assert seen == ["propose", "prepare", "synchronize", "apply", "commit"]
+
+
 def test_a_rank_that_never_comes_is_named_at_connect(make: Make) -> None:
     pairing = make(connect_timeout_seconds=1.5)
     outcome = pairing.update(0, absent=[ENGINE])
