@@ -109,7 +109,7 @@ def test_a_missing_step_record_is_never_guessed(make: Make) -> None:
 
 
 def test_different_hyper_parameters_within_one_gap(make: Make) -> None:
-    pairing = make()
+    pairing = make(lr=1e-3)
     train(pairing)
     pairing.commit(0)
     trainer = pairing.trainers[1]
