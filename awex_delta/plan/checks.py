@@ -137,6 +137,8 @@ def _instances(engines: Sequence[EngineSpec]) -> dict[str, list[EngineSpec]]:
 
 
 def _check_dtype(engine: str, tensor: TensorSpec, output: OutputSpec) -> None:
+    if not tensor.global_shape or not output.shape:
+        raise LayoutError(f"{tensor.name} is a scalar (engine {engine!r}): AWEX plans no tensor without rows")
     if tensor.dtype != output.dtype:
         raise LayoutError(
             f"{tensor.name}: the trainer sends {output.dtype}, engine {engine!r} serves {tensor.dtype}; "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 
 import pytest
@@ -199,3 +200,36 @@ def test_statistics_add_up(make: Make) -> None:
     assert delta[-1].total_owned == elements
     assert set(delta[-1].seconds) == {"connect", "detect", "propose", "encode", "transfer", "stage", "apply"}
     assert CUT.keys() <= SHAPES.keys()
+
+
+def test_nothing_is_kept_between_updates(make: Make) -> None:
+    pairing = make(anchor_interval=4)
+    sizes: list[int] = []
+    for version in range(24):
+        train(pairing)
+        pairing.commit(version)
+        gc.collect()
+        alive = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
+        sizes.append(sum(tensor.nbytes for tensor in alive if not tensor.is_meta))
+    # A thread that has just ended a full sync may still hold what it sent: compare the least of each part.
+    assert min(sizes[16:]) <= min(sizes[2:10])
+
+
+ODD_SHAPES = {
+    EMBED: (16, 8),
+    "model.layers.0.\u043c\u043b\u043f \"'\\{}%s.weight": (6, 5),
+    "model.\x07bell": (3,),
+    "": (2,),
+    "model.no_rows.weight": (0, 5),
+    "model.one.weight": (1,),
+}
+
+
+def test_odd_names_and_tensors_with_fewer_elements_than_owners(make: Make) -> None:
+    seats = [EngineSeat(engine=name, view=DictEngine(ODD_SHAPES)) for name in ('e/\u03b1 \n"', "sample {0}")]
+    pairing = make(shapes=ODD_SHAPES, engines=seats, num_trainers=5)
+    for version in range(3):
+        train(pairing)
+        stats = pairing.commit(version)
+        assert wrong(pairing) == [{}] * 2
+    assert stats[0].verdict.kind is Kind.DELTA

@@ -201,6 +201,7 @@ def test_a_hole_an_overlap_and_a_stranger_are_named() -> None:
         (1, {"shape": [4, 6]}, "hold 24 of its 48 elements"),
         (1, {"global_offset": [1, 0]}, "lies outside [8, 6]"),
         (1, {"global_offset": [0]}, "lies outside [8, 6]"),
+        (3, {"shape": [], "global_shape": [], "global_offset": []}, "model.norm.weight is a scalar"),
     ],
 )
 def test_what_does_not_fit_names_both_sides(place: int, change: dict[str, Any], message: str) -> None:
