@@ -46,8 +46,12 @@ class BoundedStore:
         return self._call(lambda: self.raw.compare_set(key, expected, desired)).decode()
 
     def put(self, key: str, value: str) -> None:
-        """Set `key`."""
-        self._call(lambda: self.raw.set(key, value))
+        """Set `key`, without waiting: torch's client reads no answer to this."""
+        try:
+            self.raw.set(key, value)
+        except RuntimeError as error:
+            self.broken = True
+            raise PeerError(f"{self._where} went away: {first_line(error)}") from error
 
     def find(self, key: str) -> str | None:
         """What `key` holds; None when it is absent."""
