@@ -177,20 +177,25 @@ class VllmDriver:
             raise ConfigError(f"running={running!r}: give one of {', '.join(get_args(Running))}")
         self._control = control
         self._running: Running = running
+        self._stopped = False
 
     def connect(self, info: Mapping[str, Any]) -> None:
         """Meet the trainer; requests stand still meanwhile. Returns once all ranks agreed on the plan.
+
+        Connecting touches no weight, so requests go on afterwards, unless a failed update stopped them.
 
         Args:
             info: from `init_info`.
 
         Collective: over all trainer and engine ranks: the trainer's `connect` must run meanwhile.
         """
+        stopped = self._stopped
         self._control.pause("keep")
         try:
             self._control.init(info)
         finally:
-            self._control.resume()  # the weights are as they were, whatever happened
+            if not stopped:
+                self._control.resume()
 
     def update_weights(self, version: int) -> None:
         """Take the deployment to `version`, drop its prefix cache once, and let requests go on.
@@ -205,6 +210,7 @@ class VllmDriver:
 
         Collective: over all trainer and engine ranks.
         """
+        self._stopped = True
         self._control.pause(_MODES[self._running])
         self._control.start()
         self._control.update({"version": version})
@@ -214,11 +220,12 @@ class VllmDriver:
                 f"version {version} is committed, but vLLM did not drop its prefix cache, which the old "
                 f"weights filled (blocks are still held). Requests stay stopped: update again"
             )
-        self._control.resume()
+        self.resume()
 
     def resume(self) -> None:
         """Let requests go on after a failed update, with the weights as they are. Collective: no."""
         self._control.resume()
+        self._stopped = False
 
 
 def init_info(

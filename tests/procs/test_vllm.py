@@ -136,17 +136,17 @@ def config_only(plan: DemoPlan, path: Path) -> Path:
 
 
 def differing(truth: dict[str, torch.Tensor], workers: list[Any]) -> list[str]:
-    """Names of the tensors of which some worker holds other bits, or that no worker holds whole."""
+    """Names of the tensors of which a worker holds other bits, or that the workers do not hold whole."""
     found: list[str] = []
     for name, whole in truth.items():
         bits = whole.view(torch.int16).numpy()
-        seen = np.zeros(bits.shape, dtype=bool)
-        for parts in workers:
-            if name in parts:
-                offset, held = parts[name]
-                at = tuple(slice(o, o + n) for o, n in zip(offset, held.shape, strict=True))
-                seen[at] |= bits[at] == held
-        if not seen.all():
+        held = np.zeros(bits.shape, dtype=bool)
+        equal = True
+        for offset, part in (parts[name] for parts in workers if name in parts):
+            at = tuple(slice(start, start + size) for start, size in zip(offset, part.shape, strict=True))
+            held[at] = True
+            equal = equal and np.array_equal(bits[at], part)
+        if not (equal and held.all()):
             found.append(name)
     return found
 
@@ -187,4 +187,21 @@ def test_vllm_generates_as_one_loaded_from_the_checkpoint(
         assert kinds == ["full", "delta", "delta", "delta", "full", "delta"]
 
 
-__all__ = ["ABORTED", "close_to", "fail_next_apply"]
+
+@pytest.mark.parametrize(("model", "ep"), [("qwen3", False), ("qwen3-moe", False), ("qwen3-moe", True)])
+def test_vllm_ranks_hold_their_parts(
+    model: ModelName, ep: bool, tmp_path: Path, member: Callable[[VllmOptions], VllmMember]
+) -> None:
+    plan = plan_of(model)
+    training = Training(plan, tmp_path, num_engine_ranks=2)
+    engine = member(VllmOptions(tp=2, ep=ep))
+    engine.ask("load", config_only(plan, tmp_path / "config"), "dummy")
+    engine.ask("connect", init_info(training.rendezvous, SETTINGS))
+    for version in range(1, NUM_VERSIONS + 1):
+        engine.ask("update", version)
+        checkpoint = training.checkpoint(version)
+        assert differing(load_file(checkpoint / "model.safetensors"), engine.ask("rpc", state_of)) == []
+    followed = engine.ask("generate")
+    engine.ask("load", checkpoint)
+    assert followed == engine.ask("generate")
+    training.outcome()
