@@ -24,7 +24,6 @@ from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
-
     MergedColumnParallelLinear,
     QKVParallelLinear,
     ReplicatedLinear,
@@ -234,4 +233,3 @@ _RULES: tuple[tuple[type, Callable[[str, Any], Iterator[EngineTensor]]], ...] = 
     (RoutedExperts, _experts),
     (RMSNorm, _norm),
 )
-

@@ -72,7 +72,7 @@ def _prove_storage(
                 whole = whole.narrow(dim, start, entry.view.shape[dim])
             if weight.data_ptr() != address or not torch.equal(entry.view, whole):
                 raise LayoutError(
-                    f"{entry.name}: vLLM's loader puts it elsewhere than expected, so updates would be misplaced"
+                    f"{entry.name}: vLLM's loader puts it elsewhere than expected: updates would be misplaced"
                 )
         for name, module in users:
             _prove_used(name, module)
@@ -106,4 +106,3 @@ def _require_plain_kernel(name: str, module: Any) -> None:
             f"{name}: the {kernel} kernel keeps expert weights in an order of its own. "
             f"Serve them with one of {', '.join(_PLAIN_EXPERT_KERNELS)} (moe_backend='triton')."
         )
-

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,56 +10,36 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save, save_file
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from awex_delta.cli.demo_members import tiny_spec
-from awex_delta.cli.demo_oracle import trainer_hf_state
-from awex_delta.cli.demo_plan import DemoPlan, Layout, ModelName
+from awex_delta.cli.demo_plan import ModelName
 from awex_delta.engines.vllm_driver import init_info
-from awex_delta.rendezvous import Rendezvous, host_store
-from awex_delta.testing.procs import run_ranks
 from awex_delta.testing.tiny_models import hf_config
-from awex_delta.types import UpdateStats
+from awex_delta.types import Reason, UpdateStats
 from tests.procs.vllm_members import (
     SETTINGS,
     Answers,
     VllmMember,
     VllmOptions,
     addresses_of,
+    build_view,
     fail_next_apply,
     state_of,
-    train,
 )
+from tests.procs.vllm_training import NUM_VERSIONS, Training, config_only, plan_of
 
 pytest.importorskip("vllm", reason="vLLM is not installed: make vllm")
 
 pytestmark = pytest.mark.timeout(600)
 
-NUM_VERSIONS = 6
 ABORTED = 4
 
 
-def plan_of(model: ModelName) -> DemoPlan:
-    """Under tensor parallelism Megatron trains experts on GPUs only, so the MoE model spreads them."""
-    train_layout = Layout(tp=2) if model == "qwen3" else Layout(ep=2)
-    return DemoPlan(
-        model=model,
-        train=train_layout,
-        infer=Layout(),
-        steps=NUM_VERSIONS,
-        anchor_interval=SETTINGS.anchor_interval,
-        lr=3e-4,
-        seed=3,
-        layers=2,
-        hidden=128,
-        fault="none",
-        timeout_seconds=60,
-    )
-
-
 @pytest.fixture
-def vllm_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine core runs in the member itself; cores are left to the system, which has few."""
+def member(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[VllmOptions], VllmMember]]:
+    """Starts members. The engine core runs in the member itself; cores are left to the system."""
     for name, value in {
         "VLLM_PLUGINS": "awex_delta",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -71,10 +50,6 @@ def vllm_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         "OMP_NUM_THREADS": "1",
     }.items():
         monkeypatch.setenv(name, value)
-
-
-@pytest.fixture
-def member(vllm_environment: None) -> Iterator[Callable[[VllmOptions], VllmMember]]:
     members: list[VllmMember] = []
 
     def start(options: VllmOptions) -> VllmMember:
@@ -84,55 +59,6 @@ def member(vllm_environment: None) -> Iterator[Callable[[VllmOptions], VllmMembe
     yield start
     for one in members:
         one.close()
-
-
-class Training:
-    """Trainer ranks in processes of their own, from the start of a test to `outcome`."""
-
-    def __init__(self, plan: DemoPlan, folder: Path, num_engine_ranks: int, aborted: int = 0) -> None:
-        self.plan = plan
-        self.folder = folder
-        self._store = host_store()
-        self.rendezvous = Rendezvous(
-            num_engine_ranks=num_engine_ranks,
-            num_trainer_ranks=plan.num_trainer_ranks,
-            port=self._store.port,
-        )
-        self._found: list[Any] = []
-        self._thread = threading.Thread(target=self._run, args=(aborted,), daemon=True)
-        self._thread.start()
-
-    def _run(self, aborted: int) -> None:
-        try:
-            args = (self.plan, self.rendezvous, self.folder, SETTINGS, aborted)
-            self._found.append(
-                run_ranks(train, self.plan.num_trainer_ranks, *args, timeout_seconds=500)
-            )
-        except AssertionError as error:
-            self._found.append(error)
-
-    def outcome(self) -> list[list[UpdateStats | str]]:
-        self._thread.join(120)
-        (found,) = self._found
-        if isinstance(found, AssertionError):
-            raise found
-        whole: list[list[UpdateStats | str]] = found
-        return whole
-
-    def checkpoint(self, version: int) -> Path:
-        """The HF checkpoint of a version, made by the demo's judge and not by AWEX's converter."""
-        ranks = range(self.plan.num_trainer_ranks)
-        dumps = [save(load_file(self.folder / f"{version}-{rank}.safetensors")) for rank in ranks]
-        path = self.folder / f"hf-{version}"
-        config_only(self.plan, path)
-        state = {name: tensor.contiguous() for name, tensor in trainer_hf_state(self.plan, dumps).items()}
-        save_file(state, path / "model.safetensors", {"format": "pt"})
-        return path
-
-
-def config_only(plan: DemoPlan, path: Path) -> Path:
-    hf_config(tiny_spec(plan)).save_pretrained(path)
-    return path
 
 
 def differing(truth: dict[str, torch.Tensor], workers: list[Any]) -> list[str]:
@@ -149,13 +75,6 @@ def differing(truth: dict[str, torch.Tensor], workers: list[Any]) -> list[str]:
         if not (equal and held.all()):
             found.append(name)
     return found
-
-
-def close_to(found: Answers, expected: Answers) -> bool:
-    return all(
-        tokens == other and np.allclose(logprobs, others, atol=0.05)
-        for (tokens, logprobs), (other, others) in zip(found, expected, strict=True)
-    )
 
 
 STEPS = ["pause", "start", "update", "finish", "reset_prefix_cache", "resume"]
@@ -187,7 +106,6 @@ def test_vllm_generates_as_one_loaded_from_the_checkpoint(
         assert kinds == ["full", "delta", "delta", "delta", "full", "delta"]
 
 
-
 @pytest.mark.parametrize(("model", "ep"), [("qwen3", False), ("qwen3-moe", False), ("qwen3-moe", True)])
 def test_vllm_ranks_hold_their_parts(
     model: ModelName, ep: bool, tmp_path: Path, member: Callable[[VllmOptions], VllmMember]
@@ -205,3 +123,71 @@ def test_vllm_ranks_hold_their_parts(
     engine.ask("load", checkpoint)
     assert followed == engine.ask("generate")
     training.outcome()
+
+
+def test_a_failed_update_keeps_requests_stopped_and_the_cache_untouched(
+    tmp_path: Path, member: Callable[[VllmOptions], VllmMember]
+) -> None:
+    plan = plan_of("qwen3")
+    training = Training(plan, tmp_path, num_engine_ranks=1, aborted=ABORTED)
+    engine, fresh = member(VllmOptions()), member(VllmOptions())
+    engine.ask("load", config_only(plan, tmp_path / "config"), "dummy")
+    engine.ask("connect", init_info(training.rendezvous, SETTINGS))
+    for version in range(1, ABORTED):
+        engine.ask("update", version)
+    engine.ask("rpc", fail_next_apply)
+    with pytest.raises(RuntimeError, match=r"(?s)injected.*must not be served") as failure:
+        engine.ask("update", ABORTED)
+    assert "UpdateAborted" in str(failure.value)
+    assert engine.ask("calls_made") == STEPS[:3]
+    assert engine.ask("version") == str(ABORTED - 1)
+    assert engine.ask("update", ABORTED) == STEPS
+    followed = engine.ask("generate")
+    fresh.ask("load", training.checkpoint(ABORTED))
+    assert followed == fresh.ask("generate")
+
+    # Without the reset the old weights' cache is served: the tests above would notice.
+    engine.ask("update_without_driver", ABORTED + 1)
+    stale = engine.ask("generate")
+    fresh.ask("load", training.checkpoint(ABORTED + 1))
+    expected = fresh.ask("generate")
+    assert stale != expected
+    assert engine.ask("reset_prefix_cache")
+    assert engine.ask("generate") == expected
+    engine.ask("update", ABORTED + 2)
+    for stats in training.outcome():
+        assert stats[ABORTED - 1] == "UpdateAborted"
+        again = stats[ABORTED]
+        assert isinstance(again, UpdateStats)
+        assert again.verdict.reason in (Reason.ENGINE_DIRTY, Reason.PREVIOUS_ABORTED)
+
+
+def test_weights_that_vllm_packed_are_refused_and_its_own_kernels_agree(
+    tmp_path: Path, member: Callable[[VllmOptions], VllmMember]
+) -> None:
+    """A plain vLLM packs weights away: it cannot be followed, and it is an oracle that shares no kernel."""
+    for model in ("qwen3", "qwen3-moe"):
+        plan = plan_of(model)
+        torch.manual_seed(1)
+        create: Any = AutoModelForCausalLM.from_config
+        checkpoint = tmp_path / model
+        create(hf_config(tiny_spec(plan)), dtype=torch.bfloat16).save_pretrained(checkpoint)
+        plain, live = member(VllmOptions(backend="")), member(VllmOptions())
+        plain.ask("load", checkpoint)
+        live.ask("load", checkpoint)
+        with pytest.raises(RuntimeError, match=r"LayoutError.*packed the weight away after loading"):
+            plain.ask("rpc", build_view)
+        with pytest.raises(RuntimeError, match="call init_weight_transfer_engine first"):
+            live.ask("update_without_driver", 1)
+        assert agree(live.ask("generate"), plain.ask("generate"))
+
+
+def agree(found: Answers, expected: Answers) -> bool:
+    """Log-probabilities are near each other as long as the tokens are the same; the first one is."""
+    for (tokens, logprobs), (others, other_logprobs) in zip(found, expected, strict=True):
+        same = next(
+            (k for k, pair in enumerate(zip(tokens, others, strict=True)) if pair[0] != pair[1]), None
+        )
+        if same == 0 or not np.allclose(logprobs[:same], other_logprobs[:same], atol=0.03):
+            return False
+    return True

@@ -22,10 +22,11 @@ from awex_delta.testing.tiny_models import build_trainer
 from awex_delta.trainers.megatron import MegatronTrainer
 from awex_delta.types import DeltaSettings, UpdateStats
 
-PROMPTS = [[5, 17, 101, 33, 2, 64, 9, 120, 77, 41, 8, 96], [64, 64, 3, 99, 18, 27, 111, 50]]
+# Longer than a block of the key-value cache, so that what was computed for them is kept and found again.
+PROMPTS = [[(7 * k * k + 5) % 128 for k in range(45)], [(11 * k + 64) % 128 for k in range(40)]]
 NUM_TOKENS = 12
 SETTINGS = DeltaSettings(
-    anchor_interval=3, timeout_seconds=60, connect_timeout_seconds=240, allow_any_world_size=True
+    anchor_interval=3, timeout_seconds=150, connect_timeout_seconds=240, allow_any_world_size=True
 )
 
 # For each prompt the greedy tokens and their log-probabilities.
@@ -135,6 +136,7 @@ class _Server:
             max_model_len=96,
             max_num_seqs=4,
             kv_cache_memory_bytes=1 << 24,
+            block_size=32,
             tensor_parallel_size=self._options.tp,
             enable_expert_parallel=self._options.ep,
             enable_prefix_caching=True,
@@ -161,6 +163,16 @@ class _Server:
         self._driver.update_weights(version)
         return list(self.calls)
 
+    def update_without_driver(self, version: int) -> None:
+        """vLLM's three calls, and nothing about its cache."""
+        self._llm.start_weight_update()
+        self._llm.update_weights({"update_info": {"version": version}})
+        self._llm.finish_weight_update(str(version))
+
+    def reset_prefix_cache(self) -> bool:
+        done: bool = self._llm.reset_prefix_cache()
+        return done
+
     def calls_made(self) -> list[str]:
         return list(self.calls)
 
@@ -179,7 +191,9 @@ class _Server:
         asked = SamplingParams(
             temperature=0, max_tokens=NUM_TOKENS, logprobs=0, detokenize=False, ignore_eos=True
         )
-        found = self._llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], asked, use_tqdm=False)
+        found = self._llm.generate(
+            [{"prompt_token_ids": prompt} for prompt in PROMPTS], asked, use_tqdm=False
+        )
         return [
             (
                 list(one.outputs[0].token_ids),
@@ -232,3 +246,10 @@ def fail_next_apply(worker: Any) -> None:
         raise RuntimeError("injected: the device failed while weights were written")
 
     view.synchronize = synchronize
+
+
+def build_view(worker: Any) -> int:
+    """In a worker: how many HF tensors its model serves; LayoutError where they cannot be updated."""
+    from awex_delta.engines.vllm import VllmEngine
+
+    return len(VllmEngine(worker.model_runner.get_model()).tensors())
