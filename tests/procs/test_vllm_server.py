@@ -83,10 +83,10 @@ def wait_until_healthy(process: subprocess.Popen[bytes], url: str, log: Path) ->
 
 
 class Request:
-    """One greedy request that streams its tokens."""
+    """One greedy request that streams its steps: tokens with their log-probabilities."""
 
     def __init__(self, url: str, num_tokens: int = LONG) -> None:
-        self.tokens: list[int] = []
+        self.steps: list[tuple[int, float]] = []
         self.reason = ""
         self._begun = threading.Event()
         body = {
@@ -96,6 +96,8 @@ class Request:
             "ignore_eos": True,
             "return_token_ids": True,
             "detokenize": False,
+            "logprobs": 0,
+            "return_tokens_as_token_ids": True,
             "stream": True,
         }
         self._answer = requests.post(f"{url}/v1/completions", json=body, stream=True, timeout=200)
@@ -108,7 +110,9 @@ class Request:
             data = line.removeprefix(b"data: ")
             if data and data != b"[DONE]":
                 choice = json.loads(data)["choices"][0]
-                self.tokens += choice["token_ids"] or []
+                if choice["token_ids"]:
+                    logprobs = choice["logprobs"]["token_logprobs"]
+                    self.steps += zip(choice["token_ids"], logprobs, strict=True)
                 self.reason = choice["finish_reason"] or self.reason
                 self._begun.set()
 
@@ -124,6 +128,10 @@ class Request:
         return self
 
 
+def mean_logprob(steps: list[tuple[int, float]]) -> float:
+    return sum(logprob for _, logprob in steps) / len(steps)
+
+
 def weight_version(url: str) -> Any:
     return requests.get(f"{url}/weight_info", timeout=30).json()["weight_version"]
 
@@ -137,28 +145,27 @@ def test_running_requests_are_paused_finished_or_aborted_as_chosen(server: str, 
         assert weight_version(server) == str(version)
 
     update(1, "pause")
-    old = Request(server).ended().tokens
+    old = Request(server).ended().steps
     paused = Request(server).begun()
-    before = len(paused.tokens)
+    before = len(paused.steps)
     update(2, "pause")
     assert paused.ended().reason == "length"
-    assert len(paused.tokens) == LONG
-    assert before < LONG
-    assert paused.tokens[:before] == old[:before]
-    new = Request(server).ended().tokens
-    assert new != old
-    assert paused.tokens not in (old, new)
+    new = Request(server).ended().steps
+    assert 0 < before < LONG == len(paused.steps)
+    assert paused.steps[:before] == old[:before] != new[:before]
+    late, late_old, late_new = (mean_logprob(steps[-100:]) for steps in (paused.steps, old, new))
+    assert abs(late - late_new) < abs(late - late_old)
 
     finished = Request(server).begun()
     update(3, "finish")
-    assert finished.ended().tokens == new
+    assert finished.ended().steps == new
     assert finished.reason == "length"
 
     aborted = Request(server).begun()
     update(4, "abort")
     assert aborted.ended().reason == "abort"
-    assert 0 < len(aborted.tokens) < LONG
+    assert 0 < len(aborted.steps) < LONG
     for version in range(5, NUM_VERSIONS + 1):
         update(version, "abort")
-    assert len(Request(server, 8).ended().tokens) == 8
+    assert len(Request(server, 8).ended().steps) == 8
     assert all(len(stats) == NUM_VERSIONS for stats in training.outcome())
