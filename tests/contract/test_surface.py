@@ -42,7 +42,12 @@ STRATEGY_SETTINGS = {"type": "separation", "target": None}
 
 # Packages that a user may lack, and the modules that exist for them alone.
 OPTIONAL_PACKAGES = ("apex", "sglang", "transformer_engine", "vllm")
-NEED_AN_OPTIONAL_PACKAGE = ("awex_delta.engines.sglang", "awex_delta.engines.vllm")
+NEED_AN_OPTIONAL_PACKAGE = (
+    "awex_delta.engines.sglang",
+    "awex_delta.engines.vllm",
+    "awex_delta.engines.vllm_backend",
+    "awex_delta.engines.vllm_proof",
+)
 
 
 def test_public_names() -> None:

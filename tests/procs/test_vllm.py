@@ -1,0 +1,193 @@
+"""A real vLLM follows a real Megatron training: tokens, log-probabilities and bits, version by version."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from awex_delta.cli.demo_members import tiny_spec
+from awex_delta.cli.demo_plan import ModelName
+from awex_delta.engines.vllm_driver import init_info
+from awex_delta.testing.tiny_models import hf_config
+from awex_delta.types import Reason, UpdateStats
+from tests.procs.vllm_members import (
+    SETTINGS,
+    Answers,
+    VllmMember,
+    VllmOptions,
+    addresses_of,
+    build_view,
+    fail_next_apply,
+    state_of,
+)
+from tests.procs.vllm_training import NUM_VERSIONS, Training, config_only, plan_of
+
+pytest.importorskip("vllm", reason="vLLM is not installed: make vllm")
+
+pytestmark = pytest.mark.timeout(600)
+
+ABORTED = 4
+
+
+@pytest.fixture
+def member(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[VllmOptions], VllmMember]]:
+    """Starts members. The engine core runs in the member itself; cores are left to the system."""
+    for name, value in {
+        "VLLM_PLUGINS": "awex_delta",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_NO_USAGE_STATS": "1",
+        "OMP_NUM_THREADS": "1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    members: list[VllmMember] = []
+
+    def start(options: VllmOptions) -> VllmMember:
+        members.append(VllmMember(options))
+        return members[-1]
+
+    yield start
+    for one in members:
+        one.close()
+
+
+def differing(truth: dict[str, torch.Tensor], workers: list[Any]) -> list[str]:
+    """Names of the tensors of which a worker holds other bits, or that the workers do not hold whole."""
+    found: list[str] = []
+    for name, whole in truth.items():
+        bits = whole.view(torch.int16).numpy()
+        held = np.zeros(bits.shape, dtype=bool)
+        equal = True
+        for offset, part in (parts[name] for parts in workers if name in parts):
+            at = tuple(slice(start, start + size) for start, size in zip(offset, part.shape, strict=True))
+            held[at] = True
+            equal = equal and np.array_equal(bits[at], part)
+        if not (equal and held.all()):
+            found.append(name)
+    return found
+
+
+STEPS = ["pause", "start", "update", "finish", "reset_prefix_cache", "resume"]
+
+
+@pytest.mark.parametrize("model", ["qwen3", "qwen3-moe"])
+def test_vllm_generates_as_one_loaded_from_the_checkpoint(
+    model: ModelName, tmp_path: Path, member: Callable[[VllmOptions], VllmMember]
+) -> None:
+    plan = plan_of(model)
+    training = Training(plan, tmp_path, num_engine_ranks=1)
+    engine, fresh = member(VllmOptions()), member(VllmOptions())
+    engine.ask("load", config_only(plan, tmp_path / "config"), "dummy")
+    engine.ask("connect", init_info(training.rendezvous, SETTINGS))
+    addresses = engine.ask("rpc", addresses_of)
+    seen: list[Answers] = []
+    for version in range(1, NUM_VERSIONS + 1):
+        assert engine.ask("update", version) == STEPS
+        assert engine.ask("version") == str(version)
+        seen.append(engine.ask("generate"))
+        checkpoint = training.checkpoint(version)
+        assert differing(load_file(checkpoint / "model.safetensors"), engine.ask("rpc", state_of)) == []
+        fresh.ask("load", checkpoint)
+        assert seen[-1] == fresh.ask("generate"), version
+    assert engine.ask("rpc", addresses_of) == addresses
+    assert len({json.dumps(answers) for answers in seen}) == NUM_VERSIONS
+    for stats in training.outcome():
+        kinds = [one.verdict.kind.value for one in stats if isinstance(one, UpdateStats)]
+        assert kinds == ["full", "delta", "delta", "delta", "full", "delta"]
+
+
+@pytest.mark.parametrize(("model", "ep"), [("qwen3", False), ("qwen3-moe", False), ("qwen3-moe", True)])
+def test_vllm_ranks_hold_their_parts(
+    model: ModelName, ep: bool, tmp_path: Path, member: Callable[[VllmOptions], VllmMember]
+) -> None:
+    plan = plan_of(model)
+    training = Training(plan, tmp_path, num_engine_ranks=2)
+    engine = member(VllmOptions(tp=2, ep=ep))
+    engine.ask("load", config_only(plan, tmp_path / "config"), "dummy")
+    engine.ask("connect", init_info(training.rendezvous, SETTINGS))
+    for version in range(1, NUM_VERSIONS + 1):
+        engine.ask("update", version)
+        checkpoint = training.checkpoint(version)
+        assert differing(load_file(checkpoint / "model.safetensors"), engine.ask("rpc", state_of)) == []
+    followed = engine.ask("generate")
+    engine.ask("load", checkpoint)
+    assert followed == engine.ask("generate")
+    training.outcome()
+
+
+def test_a_failed_update_keeps_requests_stopped_and_the_cache_untouched(
+    tmp_path: Path, member: Callable[[VllmOptions], VllmMember]
+) -> None:
+    plan = plan_of("qwen3")
+    training = Training(plan, tmp_path, num_engine_ranks=1, aborted=ABORTED)
+    engine, fresh = member(VllmOptions()), member(VllmOptions())
+    engine.ask("load", config_only(plan, tmp_path / "config"), "dummy")
+    engine.ask("connect", init_info(training.rendezvous, SETTINGS))
+    for version in range(1, ABORTED):
+        engine.ask("update", version)
+    engine.ask("rpc", fail_next_apply)
+    with pytest.raises(RuntimeError, match=r"(?s)injected.*must not be served") as failure:
+        engine.ask("update", ABORTED)
+    assert "UpdateAborted" in str(failure.value)
+    assert engine.ask("calls_made") == STEPS[:3]
+    assert engine.ask("version") == str(ABORTED - 1)
+    assert engine.ask("update", ABORTED) == STEPS
+    followed = engine.ask("generate")
+    fresh.ask("load", training.checkpoint(ABORTED))
+    assert followed == fresh.ask("generate")
+
+    # Without the reset the old weights' cache is served: the tests above would notice.
+    engine.ask("update_without_driver", ABORTED + 1)
+    stale = engine.ask("generate")
+    fresh.ask("load", training.checkpoint(ABORTED + 1))
+    expected = fresh.ask("generate")
+    assert stale != expected
+    assert engine.ask("reset_prefix_cache")
+    assert engine.ask("generate") == expected
+    engine.ask("update", ABORTED + 2)
+    for stats in training.outcome():
+        assert stats[ABORTED - 1] == "UpdateAborted"
+        again = stats[ABORTED]
+        assert isinstance(again, UpdateStats)
+        assert again.verdict.reason in (Reason.ENGINE_DIRTY, Reason.PREVIOUS_ABORTED)
+
+
+def test_weights_that_vllm_packed_are_refused_and_its_own_kernels_agree(
+    tmp_path: Path, member: Callable[[VllmOptions], VllmMember]
+) -> None:
+    """A plain vLLM packs weights away: it cannot be followed, and it is an oracle that shares no kernel."""
+    for model in ("qwen3", "qwen3-moe"):
+        plan = plan_of(model)
+        torch.manual_seed(1)
+        create: Any = AutoModelForCausalLM.from_config
+        checkpoint = tmp_path / model
+        create(hf_config(tiny_spec(plan)), dtype=torch.bfloat16).save_pretrained(checkpoint)
+        plain, live = member(VllmOptions(backend="")), member(VllmOptions())
+        plain.ask("load", checkpoint)
+        live.ask("load", checkpoint)
+        with pytest.raises(RuntimeError, match=r"LayoutError.*packed the weight away after loading"):
+            plain.ask("rpc", build_view)
+        with pytest.raises(RuntimeError, match="call init_weight_transfer_engine first"):
+            live.ask("update_without_driver", 1)
+        assert agree(live.ask("generate"), plain.ask("generate"))
+
+
+def agree(found: Answers, expected: Answers) -> bool:
+    """Log-probabilities are near each other as long as the tokens are the same; the first one is."""
+    for (tokens, logprobs), (others, other_logprobs) in zip(found, expected, strict=True):
+        same = next(
+            (k for k, pair in enumerate(zip(tokens, others, strict=True)) if pair[0] != pair[1]), None
+        )
+        if same == 0 or not np.allclose(logprobs[:same], other_logprobs[:same], atol=0.03):
+            return False
+    return True

@@ -1,0 +1,228 @@
+"""In which order a vLLM deployment is stopped, updated, cleared and let go, without any vLLM."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator, Mapping
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import Any
+
+import pytest
+
+from awex_delta.engines.vllm_driver import HttpControl, OfflineControl, Running, VllmDriver, init_info
+from awex_delta.errors import ConfigError, UpdateError
+from awex_delta.rendezvous import Rendezvous
+from awex_delta.types import DeltaSettings
+
+
+class FakeControl:
+    """Notes every call; raises in the one named `fails`; answers the reset with `dropped`."""
+
+    def __init__(self, fails: str = "", dropped: bool = True) -> None:
+        self.calls: list[str] = []
+        self.fails = fails
+        self.dropped = dropped
+
+    def _call(self, name: str, *given: object) -> None:
+        self.calls.append(" ".join([name, *map(str, given)]))
+        if name == self.fails:
+            raise UpdateError(f"injected in {name}")
+
+    def pause(self, mode: str) -> None:
+        self._call("pause", mode)
+
+    def resume(self) -> None:
+        self._call("resume")
+
+    def init(self, info: Mapping[str, Any]) -> None:
+        self._call("init", info["engine"])
+
+    def start(self) -> None:
+        self._call("start")
+
+    def update(self, info: Mapping[str, Any]) -> None:
+        self._call("update", info["version"])
+
+    def finish(self, version: str) -> None:
+        self._call("finish", version)
+
+    def reset_prefix_cache(self, *, running: bool) -> bool:
+        self._call("reset", running)
+        return self.dropped
+
+
+@pytest.mark.parametrize(
+    ("running", "mode", "preempts"),
+    [("pause", "keep", True), ("finish", "wait", False), ("abort", "abort", False)],
+)
+def test_the_cache_is_dropped_once_after_the_commit(running: Running, mode: str, preempts: bool) -> None:
+    control = FakeControl()
+    VllmDriver(control, running=running).update_weights(7)
+    assert control.calls == [
+        f"pause {mode}",
+        "start",
+        "update 7",
+        "finish 7",
+        f"reset {preempts}",
+        "resume",
+    ]
+
+
+@pytest.mark.parametrize("fails", ["start", "update", "finish"])
+def test_after_a_failure_nothing_is_dropped_and_requests_stay_stopped(fails: str) -> None:
+    control = FakeControl(fails)
+    driver = VllmDriver(control)
+    with pytest.raises(UpdateError, match=f"injected in {fails}"):
+        driver.update_weights(1)
+    assert not [call for call in control.calls if call.startswith(("reset", "resume"))]
+    control.fails = ""
+    driver.connect({"engine": "vllm"})
+    assert "resume" not in control.calls, "connecting let requests go on with weights of a failed update"
+    driver.update_weights(1)
+    assert control.calls[-2:] == ["reset True", "resume"]
+    driver.connect({"engine": "vllm"})
+    assert control.calls[-3:] == ["pause keep", "init vllm", "resume"]
+
+
+def test_a_cache_that_was_not_dropped_is_an_error_and_requests_stay_stopped() -> None:
+    control = FakeControl(dropped=False)
+    driver = VllmDriver(control, running="finish")
+    with pytest.raises(UpdateError, match="did not drop its prefix cache"):
+        driver.update_weights(3)
+    assert control.calls[-1] == "reset False"
+    driver.resume()
+    assert control.calls[-1] == "resume"
+
+
+def test_a_failed_connect_lets_requests_go_on() -> None:
+    control = FakeControl("init")
+    with pytest.raises(UpdateError, match="injected in init"):
+        VllmDriver(control).connect({"engine": "a"})
+    assert control.calls == ["pause keep", "init a", "resume"]
+
+
+def test_an_unknown_choice_for_running_requests_is_refused() -> None:
+    choice: Any = "drop"
+    with pytest.raises(ConfigError, match="running='drop': give one of pause, finish, abort"):
+        VllmDriver(FakeControl(), running=choice)
+
+
+def test_the_info_for_workers_is_plain_json() -> None:
+    rendezvous = Rendezvous(num_engine_ranks=4, num_trainer_ranks=2, host="10.0.0.7", port=4711)
+    info = init_info(rendezvous, DeltaSettings(anchor_interval=3), first_engine_rank=2, engine="b")
+    assert json.loads(json.dumps(info)) == info
+    assert (info["host"], info["port"], info["first_engine_rank"], info["engine"]) == (
+        "10.0.0.7",
+        4711,
+        2,
+        "b",
+    )
+    assert info["settings"]["anchor_interval"] == 3
+
+
+class FakeLlm:
+    """The calls of `vllm.LLM` that the driver makes."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, Any]] = []
+
+    def sleep(self, level: int, mode: str) -> None:
+        self.calls.append(("sleep", (level, mode)))
+
+    def wake_up(self, tags: list[str]) -> None:
+        self.calls.append(("wake_up", tags))
+
+    def start_weight_update(self) -> None:
+        self.calls.append(("start", None))
+
+    def update_weights(self, request: Mapping[str, Any]) -> None:
+        self.calls.append(("update", request))
+
+    def finish_weight_update(self, weight_version: str) -> None:
+        self.calls.append(("finish", weight_version))
+
+    def reset_prefix_cache(self, *, reset_running_requests: bool, reset_connector: bool) -> bool:
+        self.calls.append(("reset", (reset_running_requests, reset_connector)))
+        return True
+
+
+def test_an_llm_object_is_paused_at_level_zero_which_keeps_its_weights() -> None:
+    llm = FakeLlm()
+    VllmDriver(OfflineControl(llm)).update_weights(2)
+    assert llm.calls == [
+        ("sleep", (0, "keep")),
+        ("start", None),
+        ("update", {"update_info": {"version": 2}}),
+        ("finish", "2"),
+        ("reset", (True, True)),
+        ("wake_up", ["scheduling"]),
+    ]
+
+
+class Server:
+    """Answers every POST with `answers` by route, and notes what was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, str | None, Any]] = []
+        self.answers: dict[str, tuple[int, Any]] = {"reset_prefix_cache": (200, {"success": True})}
+        server = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                server.asked.append((self.path, self.headers["Authorization"], json.loads(body or b"null")))
+                route = self.path.partition("?")[0].strip("/")
+                status, answer = server.answers.get(route, (200, {}))
+                self.send_response(status)
+                self.end_headers()
+                self.wfile.write(json.dumps(answer).encode())
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self.http = HTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.http.server_port}"
+        self.thread = threading.Thread(target=self.http.serve_forever)
+        self.thread.start()
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    one = Server()
+    yield one
+    one.http.shutdown()
+    one.thread.join()
+    one.http.server_close()
+
+
+def test_a_server_is_driven_over_its_routes_with_its_key(server: Server) -> None:
+    VllmDriver(HttpControl(server.url + "/", api_key="secret"), running="finish").update_weights(5)
+    assert server.asked == [
+        ("/pause?mode=wait&clear_cache=false", "Bearer secret", None),
+        ("/start_weight_update", "Bearer secret", None),
+        ("/update_weights", "Bearer secret", {"update_info": {"version": 5}}),
+        ("/finish_weight_update", "Bearer secret", {"weight_version": "5"}),
+        (
+            "/reset_prefix_cache?reset_running_requests=false&reset_external=true",
+            "Bearer secret",
+            None,
+        ),
+        ("/resume", "Bearer secret", None),
+    ]
+
+
+@pytest.mark.parametrize("answer", [{"success": False}, {}, {"success": "true"}])
+def test_any_answer_but_true_means_the_cache_was_not_dropped(server: Server, answer: object) -> None:
+    server.answers["reset_prefix_cache"] = (200, answer)
+    with pytest.raises(UpdateError, match="did not drop its prefix cache"):
+        VllmDriver(HttpControl(server.url)).update_weights(5)
+    assert "/resume" not in [path for path, _, _ in server.asked]
+
+
+def test_a_refusing_or_absent_server_is_an_error_with_the_remedy(server: Server) -> None:
+    server.answers["pause"] = (404, {"detail": "Not Found"})
+    with pytest.raises(UpdateError, match=r"refused pause: 404 .*VLLM_SERVER_DEV_MODE=1"):
+        VllmDriver(HttpControl(server.url)).update_weights(5)
+    with pytest.raises(UpdateError, match="does not answer to pause"):
+        VllmDriver(HttpControl("http://127.0.0.1:1", timeout_seconds=2)).update_weights(5)
