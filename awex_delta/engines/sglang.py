@@ -39,34 +39,33 @@ class SGLangEngine:
 
     Attributes:
         version: the committed version; None before the first.
+        device: where the weights live.
 
-    Raises:
-        LayoutError: a weight is quantized, repacked or a copy, or no rule knows a layer.
-
+    Nothing is checked here: `tensors` does, within `connect`, where a refusal reaches every rank at once.
     Collective: no.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.version: int | None = None
+        self.device = next(model.parameters()).device
         self._model = model
-        self._parts = tuple(_parts(model))
-        require_aliases(self._parts, model.parameters())
-        self._device = next(model.parameters()).device
-
-    @property
-    def device(self) -> torch.device:
-        """Where the weights live."""
-        return self._device
+        self._parts: tuple[EngineTensor, ...] = ()
 
     def tensors(self) -> Sequence[EngineTensor]:
-        """HF-named views of the model's parameters, in a stable order. Padding is in none of them."""
+        """HF-named views of the model's parameters, in a stable order. Padding is in none of them.
+
+        Raises:
+            LayoutError: a weight is quantized, repacked or a copy, or no rule knows a layer.
+        """
+        self._parts = tuple(_parts(self._model))
+        require_aliases(self._parts, self._model.parameters())
         return self._parts
 
     def require_unmoved(self) -> None:
-        """Check that SGLang still computes with the storage whose views were published.
+        """Check that SGLang still computes with the storage that `tensors` published last.
 
         Raises:
-            LayoutError: a weight was moved, repacked or replaced. Close the pairing and connect again.
+            LayoutError: a weight was moved, repacked or replaced. Disconnect, and connect again.
 
         Collective: no.
         """
@@ -76,12 +75,20 @@ class SGLangEngine:
 
     def synchronize(self) -> None:
         """Block until writes to the weights are done on the device."""
-        if self._device.type != "cpu":
-            torch.accelerator.synchronize(self._device)
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
 
     def committed(self, version: int) -> None:
         """Publish a version. SGLang's scheduler drops its cache itself, once the loader returns."""
         self.version = version
+
+
+def rank_in_engine() -> int:
+    """Rank of this worker in its SGLang instance, over its tensor and pipeline ranks. Collective: no."""
+    from sglang.srt.distributed.parallel_state import get_world_group
+
+    rank: int = get_world_group().rank_in_group
+    return rank
 
 
 def _place(entry: EngineTensor) -> tuple[object, ...]:
@@ -119,6 +126,7 @@ def _rules() -> list[tuple[type, Rule]]:
         (linear.ReplicatedLinear, _whole),
         (vocab_parallel_embedding.VocabParallelEmbedding, _vocabulary),
         (FusedMoE, _experts),
+        (nn.Linear, _whole),
         (layernorm.RMSNorm, _whole),
         (layernorm.LayerNorm, _whole),
     ]
@@ -130,8 +138,8 @@ def _refuse_unwritable(path: str, module: nn.Module) -> None:
     method = facts.get("quant_method")
     if method is not None and type(method).__name__ not in _PLAIN_METHODS:
         raise LayoutError(
-            f"{path} is served by {type(method).__name__}: quantized or repacked weights cannot be updated in "
-            "place. Serve an unquantized model."
+            f"{path} is served by {type(method).__name__}: quantized or repacked weights cannot be updated "
+            "in place. Serve an unquantized model."
         )
     if facts.get("use_intel_amx_backend"):
         raise LayoutError(f"{path} was packed for Intel AMX after loading. Serve it without that backend.")

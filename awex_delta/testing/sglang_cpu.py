@@ -12,11 +12,11 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import os
+import pickle
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
-from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -61,7 +61,7 @@ def sglang_found() -> bool:
 
 @cache
 def install() -> None:
-    """Make `import sglang` work without a GPU, in this process from now on. Call it before any such import."""
+    """Make `import sglang` work without a GPU, in this process, once it was called before any such import."""
     importlib.import_module("transformers.image_utils")  # it looks for torchvision, and must find none
     sys.meta_path.insert(0, _StandIns())
     os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
@@ -135,21 +135,72 @@ def build(config: PretrainedConfig, *, fp32_router: bool = False) -> nn.Module:
     return model
 
 
-def weight_updater(model: nn.Module, rank: int = 0) -> Any:
-    """The object through which SGLang's scheduler updates the weights of one rank: SGLang's own."""
-    from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
+class Scheduler:
+    """The part of SGLang's scheduler that updates weights: its own session, updater and serializer.
 
-    return WeightUpdater(
-        tp_rank=rank,
-        device="cpu",
-        gpu_id=0,
-        model_config=MagicMock(name="model_config"),
-        custom_weight_loaders={LOADER: None},
-        get_model=lambda: model,
-        update_model_fields=MagicMock(name="update_model_fields"),
-        recapture_cuda_graph=MagicMock(name="recapture_cuda_graph"),
-        get_model_runner=MagicMock(name="get_model_runner"),
-    )
+    Attributes:
+        flushes: the version that the model held at each flush of the cache.
+        weight_versions: what requests called the weights, in order.
+    """
+
+    def __init__(self, model: nn.Module, held_version: Callable[[], object], rank: int = 0) -> None:
+        """Around the live model of one rank; `held_version` is asked at each flush."""
+        from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
+        from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
+        from sglang.srt.utils import MultiprocessingSerializer
+
+        self.flushes: list[object] = []
+        self.weight_versions: list[str | None] = []
+        updater = WeightUpdater(
+            tp_rank=rank,
+            device="cpu",
+            gpu_id=0,
+            model_config=MagicMock(name="model_config"),
+            custom_weight_loaders=[LOADER],
+            get_model=lambda: model,
+            update_model_fields=MagicMock(name="update_model_fields"),
+            recapture_cuda_graph=MagicMock(name="recapture_cuda_graph"),
+            get_model_runner=MagicMock(name="get_model_runner"),
+        )
+        worker = SimpleNamespace(
+            weight_update_runners=lambda: [("target", SimpleNamespace(weight_updater=updater))],
+            deserialize_own_rank=lambda payloads: MultiprocessingSerializer.deserialize(payloads[rank]),
+        )
+        self._manager = SchedulerWeightUpdaterManager(
+            tp_worker=worker,
+            draft_worker=None,
+            memory_saver_adapter=None,
+            flush_cache=self._flush,
+            is_fully_idle=lambda **_: True,
+            scheduler=SimpleNamespace(record_weight_version_change=self._record),
+        )
+        self._held_version = held_version
+
+    def update_weights_from_tensor(self, named_tensors: Any, tp: int = 1) -> Any:
+        """What SGLang's engine does between `begin_weight_update` and `end_weight_update`, them included.
+
+        Collective: over the ranks of the engine.
+        """
+        from sglang.srt.managers import io_struct
+
+        self._manager.begin_weight_update(io_struct.BeginWeightUpdateReqInput(selector="target"))
+        answer = self._manager.update_weights_from_tensor(
+            io_struct.UpdateWeightsFromTensorReqInput(
+                # By value, as a client on another host has to.
+                serialized_named_tensors=[pickle.dumps(named_tensors)] * tp,
+                load_format=LOADER,
+                selector="target",
+            )
+        )
+        self._manager.end_weight_update(io_struct.EndWeightUpdateReqInput())
+        return answer
+
+    def _flush(self, **_: object) -> bool:
+        self.flushes.append(self._held_version())
+        return True
+
+    def _record(self, new_version: str | None) -> None:
+        self.weight_versions.append(new_version)
 
 
 def differing(left: nn.Module, right: nn.Module) -> Sequence[str]:
@@ -165,8 +216,3 @@ def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
     if left.dtype is not right.dtype or left.shape != right.shape:
         return False
     return torch.equal(left.contiguous().view(torch.uint8), right.contiguous().view(torch.uint8))
-
-
-def safetensors_files(folder: Path) -> list[Path]:
-    """The weight files of an HF checkpoint."""
-    return sorted(folder.glob("*.safetensors"))
