@@ -15,15 +15,15 @@ import json
 import logging
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Literal
+from typing import ClassVar, Literal
 from weakref import WeakKeyDictionary
 
 import torch
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 from torch import nn
 
 from awex_delta.engines.sglang import SGLangEngine, rank_in_engine
-from awex_delta.errors import AwexDeltaError, ConfigError, UpdateError
+from awex_delta.errors import AwexDeltaError, ConfigError
 from awex_delta.receiver import Receiver
 from awex_delta.rendezvous import Rendezvous
 from awex_delta.types import DeltaSettings, UpdateStats
@@ -49,6 +49,9 @@ class Instruction:
     settings: as the trainer resolved them.
     version: of an update.
     """
+
+    # A field that is misspelt must not silently mean its default.
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     action: Literal["update", "connect", "invalidate", "disconnect"]
     engine: str
@@ -110,7 +113,7 @@ def load(model: nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]]) ->
         named_tensors: what `message` made.
 
     Raises:
-        UpdateError: weights were written and not committed. SGLang must not go on serving them.
+        AwexDeltaError: weights were written and not committed. SGLang must not go on serving them.
 
     Collective: over the trainer's and all engines' ranks, for "connect" and "update".
     """
@@ -120,7 +123,7 @@ def load(model: nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]]) ->
         held = _attached.get(model)
         if held is not None:
             held.outcome = error
-        if isinstance(error, UpdateError) and held is not None and held.receiver.dirty:
+        if held is not None and held.receiver.dirty:
             raise
         logger.error("the weights stay as they were: %s", error)  # noqa: TRY400 - the text says what happened
 
