@@ -31,7 +31,7 @@ _MODELS = {
     "Qwen3ForCausalLM": "sglang.srt.models.qwen3",
     "Qwen3MoeForCausalLM": "sglang.srt.models.qwen3_moe",
 }
-_STAND_INS = ("sgl_kernel", "torchvision")
+_STAND_INS = ("sgl_kernel", "torchvision", "triton")
 
 
 class _StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
