@@ -87,6 +87,11 @@ class Receiver:
         return self._ledger.ready
 
     @property
+    def dirty(self) -> bool:
+        """True when weights were written that no commit followed: a mixture, never to be served."""
+        return self._ledger.dirty
+
+    @property
     def comm(self) -> Comm:
         """This rank's seat, for tests and diagnosis."""
         return self._comm
