@@ -11,7 +11,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-app = typer.Typer(no_args_is_help=True, help="Measure detection and synchronization on this machine.")
+app = typer.Typer(
+    no_args_is_help=True, help="Measure detection, encodings and synchronization on this machine."
+)
 
 JsonOption = Annotated[Path | None, typer.Option("--json", help="Write the whole record here; - for stdout.")]
 
@@ -61,6 +63,34 @@ def sync(
         json_path,
         (*fields, "delta_seconds", "full_seconds", "training_collective_bytes", "identical"),
     )
+
+
+@app.command()
+def wire(
+    json_path: JsonOption = None,
+    elements: Annotated[int, typer.Option(help="Simulated weights.", min=1 << 16)] = 32_000_000,
+    repeats: Annotated[int, typer.Option(help="Samples of each kind.", min=1)] = 7,
+) -> None:
+    """Every encoding against zstd over a whole-tensor XOR, and against the entropy of a change."""
+    record = _benchmark("wire").run(num_elements=elements, repeats=repeats)
+    text = json.dumps(record, indent=2)
+    if str(json_path) == "-":
+        typer.echo(text)
+        return
+    table = Table("scenario", "encoding", "changed", "B/change", "entropy", "encode M/s", "decode M/s")
+    for row in record["rows"]:
+        table.add_row(
+            row["scenario"],
+            row["encoding"],
+            f"{row['changed_share']:.2%}",
+            f"{row['bytes_per_change']:.2f}",
+            f"{row['entropy_bytes_per_change']:.2f}",
+            f"{row['encode_changes_per_second'] / 1e6:.1f}",
+            f"{row['decode_changes_per_second'] / 1e6:.1f}",
+        )
+    Console().print(table)
+    if json_path is not None:
+        json_path.write_text(text)
 
 
 def _benchmark(name: str) -> Any:

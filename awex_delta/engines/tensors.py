@@ -132,8 +132,8 @@ def gather_from(view: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """
     cells = view.detach().view(_BITS[view.dtype])
     if cells.is_contiguous():
-        return cells.view(-1)[index].view(view.dtype)
-    return _span(cells)[_strided_offsets(cells, index)].view(view.dtype)
+        return cells.view(-1).index_select(0, index).view(view.dtype)
+    return _span(cells).index_select(0, _strided_offsets(cells, index)).view(view.dtype)
 
 
 def _span(cells: torch.Tensor) -> torch.Tensor:

@@ -117,14 +117,14 @@ def gap_streams(changes: Sequence[RegionChange], levels: Sequence[Level]) -> lis
     index = torch.cat([change.index for change in changes if change.index is not None])
     ends = accumulate(change.value.numel() for change in changes[:-1])
     first = torch.tensor([0, *ends], device=index.device)
-    gap = index.clone()
-    torch.sub(index[1:], index[:-1], out=gap[1:])
-    gap[1:] -= 1
+    gap = torch.empty_like(index)
+    torch.sub(index[1:], index[:-1], out=gap[1:]).sub_(1)
     gap[first] = index[first]
     streams = []
     for dtype, limit in levels:
+        escaped = (gap >= limit).nonzero().view(-1)
         streams.append(gap.clamp(max=limit).to(dtype))
-        gap = gap[gap >= limit]
+        gap = gap[escaped]
     return [*streams, gap]
 
 
@@ -157,16 +157,15 @@ def gap_positions(
         gap[escaped] = wide
     if gap.numel() != sum(counts):
         raise CorruptFrameError(f"{gap.numel()} gaps for {sum(counts)} changed elements")
-    reach = gap.add_(1).cumsum(0)  # one beyond each position, were all regions one
-    index = reach - 1
+    gap.add_(1)
+    index = torch.cumsum(gap, 0, out=gap)  # one beyond each position, were all regions one
     filled = [(count, numel) for count, numel in zip(counts, numels, strict=True) if count]
-    ends = reach[torch.tensor(list(accumulate(count for count, _ in filled))) - 1].tolist()
+    ends = index[torch.tensor(list(accumulate(count for count, _ in filled))) - 1].tolist()
     begin = 0
     for part, end, (_, numel) in zip(torch.split(index, [c for c, _ in filled]), ends, filled, strict=True):
         if end - begin > numel:
             raise CorruptFrameError(f"position {end - begin - 1} is beyond a region of {numel} elements")
-        if begin:
-            part.sub_(begin)
+        part.sub_(begin + 1)
         begin = end
     return index
 

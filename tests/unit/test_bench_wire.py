@@ -1,0 +1,62 @@
+"""The record of `awex-delta bench wire`: its rows, and bytes that hold at any speed of the machine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from awex_delta.cli.main import app
+from awex_delta.wire.registry import CODECS
+from benchmarks.wire import STEP, entropy_bytes, simulated
+
+FIELDS = {
+    *("scenario", "encoding", "changed_share", "bytes_per_change", "entropy_bytes_per_change"),
+    *("encode_changes_per_second", "decode_changes_per_second"),
+}
+
+
+def test_the_command_writes_every_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    changes = simulated(STEP, 300_000)
+    monkeypatch.setattr("benchmarks.wire.demo", lambda: changes)
+    path, threads = tmp_path / "wire.json", torch.get_num_threads()
+    result = CliRunner().invoke(
+        app, ["bench", "wire", "--elements", "1000000", "--repeats", "1", "--json", str(path)]
+    )
+    assert result.exit_code == 0, result.output
+    assert torch.get_num_threads() == threads
+    record = json.loads(path.read_text())
+    rows = record["rows"]
+    scenarios = {row["scenario"] for row in rows}
+    assert len(scenarios) == 3
+    assert {(row["scenario"], row["encoding"]) for row in rows} == {
+        (scenario, encoding) for scenario in scenarios for encoding in (*CODECS, "xor_zstd")
+    }
+    assert all(set(row) == FIELDS for row in rows)
+    best = {row["scenario"]: row["bytes_per_change"] for row in rows if row["encoding"] == "ulp_zstd"}
+    for row in rows:
+        limit = {"indices": 6.01, "gaps": 3.05, "ulp": 2.05, "ulp_zstd": 1.20}.get(row["encoding"])
+        if row["scenario"].startswith("simulated"):
+            assert 0.015 < row["changed_share"] < 0.08
+            assert limit is None or row["bytes_per_change"] <= limit
+            assert best[row["scenario"]] <= 1.10 * row["entropy_bytes_per_change"]
+            if row["encoding"] == "xor_zstd":
+                assert row["bytes_per_change"] >= 1.9 * best[row["scenario"]]
+
+
+def test_detection_finds_all_that_the_simulated_step_changed() -> None:
+    update = simulated(STEP, 100_000)
+    assert sum(change.numel for change in update.changes) == 100_000
+    for old, new, change in zip(update.before, update.after, update.changes, strict=True):
+        assert change.index is not None
+        missed = old.view(torch.int16) != new.view(torch.int16)
+        missed[change.index] = False
+        assert not missed.any()
+
+
+def test_entropy_of_known_symbols() -> None:
+    assert entropy_bytes(torch.arange(1024)) == pytest.approx(1280)
+    assert entropy_bytes(torch.zeros(9)) == 0
