@@ -10,8 +10,8 @@ from awex_delta.wire.codec import Codec
 AUTO = "auto"
 """The setting under which the sender chooses for each update."""
 
-WORK_SECONDS: Mapping[str, float] = {"indices": 10e-9, "gaps": 13e-9, "ulp": 17e-9, "ulp_zstd": 33e-9}
-"""Encoding and decoding one change on two cores of a server, from `awex-delta bench wire`."""
+WORK_SECONDS: Mapping[str, float] = {"indices": 11e-9, "gaps": 20e-9, "ulp": 43e-9, "ulp_zstd": 51e-9}
+"""Encoding and decoding one change on one core of a server, in its processor time (docs/wire.md)."""
 
 MIN_SAMPLE_BYTES = 1 << 20
 """What a transfer must carry to say something about the link; less measures latency."""

@@ -261,7 +261,8 @@ GIGABIT = 125e6
         (None, 0.02, "indices"),  # nothing measured yet
         (20e9, 0.02, "indices"),  # memory or a fast fabric: any encoding costs more than it saves
         (1e9, 0.02, "indices"),
-        (GIGABIT, 0.02, "ulp"),
+        (GIGABIT, 0.02, "gaps"),
+        (GIGABIT / 2.2, 0.02, "ulp"),
         (GIGABIT / 10, 0.02, "ulp_zstd"),
         (GIGABIT / 10, 1.0, "ulp_zstd"),
         (GIGABIT / 10, 0.0, "indices"),  # nothing to encode
