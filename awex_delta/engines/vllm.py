@@ -43,6 +43,8 @@ _MERGED: Mapping[str, tuple[str, ...]] = {"gate_up_proj": ("gate_proj", "up_proj
 # Scales of a quantized key-value cache; they belong to the cache, not to the checkpoint.
 _CACHE_SCALES = ("._q_scale", "._k_scale", "._v_scale", "._prob_scale")
 
+_SAMPLE = 256
+
 
 class VllmEngine:
     """One worker's share of a vLLM model, updated in place.
@@ -68,6 +70,8 @@ class VllmEngine:
         prove(model, self._parts)
         self._device = self._parts[0].view.device
         self._addresses = self._current_addresses()
+        self._weights = [weight.detach() for weight in model.parameters()]
+        self._sample: list[torch.Tensor] = []
 
     def tensors(self) -> Sequence[EngineTensor]:
         """HF-named views of the parameters, in a stable order. Padding is in none of them."""
@@ -87,6 +91,23 @@ class VllmEngine:
     def committed(self, version: int) -> None:
         """Note the version. The process that schedules requests drops the prefix cache (`vllm_driver`)."""
         self.version = version
+        self._sample = self._take_sample()
+
+    def still_committed(self) -> bool:
+        """False when weights were lost or replaced since the last commit, as by sleeping or reloading.
+
+        vLLM tells nobody of it, so a few elements of every weight are compared with what they were.
+        """
+        return all(map(torch.equal, self._sample, self._take_sample()))
+
+    def _take_sample(self) -> list[torch.Tensor]:
+        """Up to `_SAMPLE` elements of each weight, spread over it, as integers."""
+        sample = []
+        for weight in self._weights:
+            step = -(-weight.numel() // _SAMPLE)
+            kind = torch.int32 if weight.dtype == torch.float32 else torch.int16
+            sample.append(weight.view(-1)[::step].clone().view(kind))
+        return sample
 
     def _current_addresses(self) -> list[int]:
         return [entry.view.data_ptr() for entry in self._parts]

@@ -53,6 +53,7 @@ class VllmTransferEngine(WeightTransferEngine):  # type: ignore[misc] # vLLM is 
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
         super().__init__(config, vllm_config, device, model)
         self._receiver: Receiver | None = None
+        self._view: VllmEngine | None = None
         self._committed = False
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
@@ -87,7 +88,7 @@ class VllmTransferEngine(WeightTransferEngine):  # type: ignore[misc] # vLLM is 
         except ConnectError:
             receiver.close()
             raise
-        self._receiver = receiver
+        self._receiver, self._view = receiver, view
 
     def start_weight_update(self) -> None:
         """Begin: nothing is written yet. Raises UpdateError before `init`. Collective: no."""
@@ -95,7 +96,7 @@ class VllmTransferEngine(WeightTransferEngine):  # type: ignore[misc] # vLLM is 
         self._committed = False
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Take part in one update, to its commit.
+        """Take part in one update, to its commit. It is full if weights were lost since the last one.
 
         Raises:
             UpdateError: it did not commit; says whether the weights are still the version before.
@@ -103,6 +104,8 @@ class VllmTransferEngine(WeightTransferEngine):  # type: ignore[misc] # vLLM is 
         Collective: over all trainer and engine ranks.
         """
         receiver = self._connected()
+        if self._view is not None and not self._view.still_committed():
+            receiver.invalidate()
         try:
             stats = receiver.update_weights(update_info.version)
         except (UpdateError, ConnectError) as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,8 @@ from tests.procs.vllm_members import (
     VllmMember,
     VllmOptions,
     addresses_of,
-    build_view,
     fail_next_apply,
+    lose_weights,
     state_of,
 )
 from tests.procs.vllm_training import NUM_VERSIONS, Training, config_only, plan_of
@@ -154,12 +155,18 @@ def test_a_failed_update_keeps_requests_stopped_and_the_cache_untouched(
     assert stale != expected
     assert engine.ask("reset_prefix_cache")
     assert engine.ask("generate") == expected
+
+    engine.ask("rpc", lose_weights)
     engine.ask("update", ABORTED + 2)
+    fresh.ask("load", training.checkpoint(ABORTED + 2))
+    assert engine.ask("generate") == fresh.ask("generate")
     for stats in training.outcome():
         assert stats[ABORTED - 1] == "UpdateAborted"
         again = stats[ABORTED]
         assert isinstance(again, UpdateStats)
         assert again.verdict.reason in (Reason.ENGINE_DIRTY, Reason.PREVIOUS_ABORTED)
+        reasons = [one.verdict.reason for one in stats[-2:] if isinstance(one, UpdateStats)]
+        assert reasons == [Reason.NONE, Reason.ENGINE_STALE]
 
 
 def test_weights_that_vllm_packed_are_refused_and_its_own_kernels_agree(
@@ -176,7 +183,7 @@ def test_weights_that_vllm_packed_are_refused_and_its_own_kernels_agree(
         plain.ask("load", checkpoint)
         live.ask("load", checkpoint)
         with pytest.raises(RuntimeError, match=r"LayoutError.*packed the weight away after loading"):
-            plain.ask("rpc", build_view)
+            plain.ask("rpc", state_of)
         with pytest.raises(RuntimeError, match="call init_weight_transfer_engine first"):
             live.ask("update_without_driver", 1)
         assert agree(live.ask("generate"), plain.ask("generate"))
@@ -191,3 +198,22 @@ def agree(found: Answers, expected: Answers) -> bool:
         if same == 0 or not np.allclose(logprobs[:same], other_logprobs[:same], atol=0.03):
             return False
     return True
+
+
+def test_views_read_what_vllm_loaded_where_heads_are_repeated_and_lm_head_is_tied(
+    tmp_path: Path, member: Callable[[VllmOptions], VllmMember]
+) -> None:
+    plan = plan_of("qwen3")
+    config = hf_config(replace(tiny_spec(plan), kv_heads=1, tied=True))
+    torch.manual_seed(2)
+    create: Any = AutoModelForCausalLM.from_config
+    model = create(config, dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path / "model")
+    engine = member(VllmOptions(tp=2))
+    engine.ask("load", tmp_path / "model")
+    workers = engine.ask("rpc", state_of)
+    truth = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    assert torch.equal(truth["lm_head.weight"], truth["model.embed_tokens.weight"])
+    assert differing(truth, workers) == []
+    offset, part = workers[1]["model.layers.0.self_attn.k_proj.weight"]
+    assert (offset, part.shape[0]) == ((0, 0), config.head_dim)

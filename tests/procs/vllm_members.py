@@ -220,13 +220,13 @@ class _Recorded:
         return call
 
 
-def state_of(worker: Any) -> dict[str, tuple[tuple[int, ...], torch.Tensor]]:
-    """In a worker: its part of every HF tensor, where it begins, as raw bits."""
-    receiver = worker.weight_transfer_engine._receiver
+def state_of(worker: Any) -> dict[str, tuple[tuple[int, ...], Any]]:
+    """In a worker: its part of every HF tensor and where that begins, as raw bits, by new views."""
+    from awex_delta.engines.vllm import VllmEngine
+
     return {
         entry.name: (entry.global_offset, entry.view.contiguous().view(torch.int16).numpy().copy())
-        for entry in receiver._view.tensors()
-        if entry.tied_to is None
+        for entry in VllmEngine(worker.model_runner.get_model()).tensors()
     }
 
 
@@ -248,8 +248,7 @@ def fail_next_apply(worker: Any) -> None:
     view.synchronize = synchronize
 
 
-def build_view(worker: Any) -> int:
-    """In a worker: how many HF tensors its model serves; LayoutError where they cannot be updated."""
-    from awex_delta.engines.vllm import VllmEngine
-
-    return len(VllmEngine(worker.model_runner.get_model()).tensors())
+def lose_weights(worker: Any) -> None:
+    """In a worker: what sleeping at level 2 does to weights on a GPU."""
+    for weight in worker.model_runner.get_model().parameters():
+        weight.data.zero_()

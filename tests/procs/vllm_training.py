@@ -29,7 +29,7 @@ def plan_of(model: ModelName) -> DemoPlan:
         infer=Layout(),
         steps=NUM_VERSIONS,
         anchor_interval=SETTINGS.anchor_interval,
-        lr=3e-4,
+        lr=2e-5,
         seed=3,
         layers=2,
         hidden=128,
