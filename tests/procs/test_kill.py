@@ -64,7 +64,7 @@ def _serve(pipe: Connection, seat: int, port: int, num_steps: int) -> None:
         end = Receiver(engine, meet, seat, "e", SETTINGS, on_phase=on_phase)
         weights = engine.tensors_by_name
     else:
-        trainer = TorchAdamWTrainer.create(SHAPES, dp_rank=seat - 2, dp_size=2, settings=SETTINGS)
+        trainer = TorchAdamWTrainer.create(SHAPES, lr=1e-5, dp_rank=seat - 2, dp_size=2, settings=SETTINGS)
         end = Sender(trainer, meet, seat - 2, SETTINGS, on_phase=on_phase)
         weights = {info.param: trainer.tensor(info.key) for info in trainer.weights()}
         for _ in range(num_steps):

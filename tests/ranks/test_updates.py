@@ -204,15 +204,15 @@ def test_statistics_add_up(make: Make) -> None:
 
 def test_nothing_is_kept_between_updates(make: Make) -> None:
     pairing = make(anchor_interval=4)
-    sizes: list[int] = []
+    counts: list[int] = []
     for version in range(24):
         train(pairing)
         pairing.commit(version)
         gc.collect()
         alive = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
-        sizes.append(sum(tensor.nbytes for tensor in alive if not tensor.is_meta))
-    # A thread that has just ended a full sync may still hold what it sent: compare the least of each part.
-    assert min(sizes[16:]) <= min(sizes[2:10])
+        counts.append(len(alive))
+    # A thread that has just ended an update may still hold its last rows; one tensor an update is growth.
+    assert counts[-1] - counts[3] < 20
 
 
 ODD_SHAPES = {
