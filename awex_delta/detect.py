@@ -1,8 +1,8 @@
 """Owned slices -> the elements that one optimizer step changed. Rank-local, without a snapshot.
 
 A slice is read once, in pieces, by one fused expression that is compiled where that pays. The few elements
-for which it states no step are looked at again, exactly. Besides the returned indices and codes, and a copy
-of those of one slice while they are joined, extra memory stays below 64 MiB.
+whose old weight is not certain are looked at again, exactly. Besides the returned indices and codes, and a
+copy of those of one slice while they are joined, extra memory stays below 64 MiB.
 """
 
 from __future__ import annotations
@@ -17,24 +17,32 @@ import torch
 
 from awex_delta.errors import NumericsError, UnsupportedError
 from awex_delta.numerics import adamw
-from awex_delta.numerics.ulp import UNSTATED
+from awex_delta.numerics.ulp import UNSTATED, step_code
 from awex_delta.types import AdamWStep, ChangeSet, Detection, OwnedSlice, Reason
 
 Plan = Callable[[OwnedSlice], AdamWStep | Reason | None]
 """Which step to invert for a slice; None when no step moved it since the commit; or why neither is known."""
 
-_ChangeCodes = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+_OldWeights = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]
+]
 
-# Elements at a time: the compiled expression holds one byte for each and eight if all changed, the eager one
-# some fp32 temporaries, and the second look about sixty bytes.
+# Elements at a time. Compiled, a piece costs three bytes for each element and eight for each that changed;
+# eager, some fp32 temporaries. What changed is then handled in blocks, at about sixty bytes for each.
 _COMPILED_PIECE = 1 << 21
 _EAGER_PIECE = 1 << 18
-_EXAMINED_PIECE = 1 << 18
+_BLOCK = 1 << 18
 # Compiling takes seconds, once a process: fewer owned elements than this never earn them back.
 _WORTH_COMPILING = 1 << 24
 # Shorter pieces gain nothing, and torch would compile again for sizes 0 and 1.
 _SHORTEST_COMPILED = 1 << 12
 
+# Otherwise compilers keep a value that was cast to bf16 and back in fp32, unrounded; and the bound allows for
+# every order of operations but one, so that sums are not to be rearranged.
+_COMPILE_OPTIONS: dict[str, str | int | bool | Callable[..., object]] = {
+    "emulate_precision_casts": True,
+    "cpp.enable_unsafe_math_opt_flag": False,
+}
 _COMPILER_FAILURES = (RuntimeError, OSError, ImportError, subprocess.SubprocessError)
 
 _log = logging.getLogger(__name__)
@@ -58,14 +66,14 @@ class _Doubt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Pass:
-    """How to compute codes, and on how many elements at a time."""
+    """How to find old weights, and on how many elements at a time."""
 
-    change_codes: _ChangeCodes
+    old_weights: _OldWeights
     piece: int
 
-    def codes(self, state: adamw.State, coefficients: torch.Tensor) -> torch.Tensor:
-        function = self.change_codes if state.weight.numel() >= _SHORTEST_COMPILED else adamw.change_codes
-        return function(state.main, state.exp_avg, state.exp_avg_sq, state.weight, coefficients)
+    def __call__(self, part: adamw.State, coefficients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        function = self.old_weights if part.weight.numel() >= _SHORTEST_COMPILED else adamw.old_weights
+        return function(part.main, part.exp_avg, part.exp_avg_sq, part.weight, coefficients)
 
 
 def detect_changes(slices: Iterable[OwnedSlice], plan: Plan, *, compiled: bool | None = None) -> Detection:
@@ -180,27 +188,23 @@ def _invert(owned: OwnedSlice, step: AdamWStep, how: _Pass, doubts: list[_Doubt]
     index, code = [], []
     for start in range(0, state.weight.numel(), how.piece):
         part = state.part(start, start + how.piece)
-        codes = how.codes(part, coefficients)
-        changed = codes.nonzero().view(-1)
-        doubts += _examine(part, codes, changed, owned.key, zeros_stay=inversion.zeros_stay)
-        changed = changed.take(codes.take(changed).nonzero().view(-1))
-        index.append(changed + (owned.start + start))
-        code.append(codes.take(changed))
+        old, differs = how(part, coefficients)
+        for marked in torch.split(differs.nonzero().view(-1), _BLOCK):
+            before = old.take(marked)
+            stated = step_code(before, part.weight.take(marked))
+            uncertain = before.isnan().nonzero().view(-1)
+            seen = adamw.examine(part.pick(marked.take(uncertain)), zeros_stay=inversion.zeros_stay)
+            doubts += _doubts_of_examined(owned.key, seen)
+            stated[uncertain] = torch.where(seen.still_zero, 0, UNSTATED).to(torch.int8)
+            kept = stated.nonzero().view(-1)
+            index.append(marked.take(kept) + (owned.start + start))
+            code.append(stated.take(kept))
     return ChangeSet(key=owned.key, index=torch.cat(index), code=torch.cat(code))
 
 
-def _examine(
-    part: adamw.State, codes: torch.Tensor, changed: torch.Tensor, key: str, *, zeros_stay: bool
-) -> Iterator[_Doubt]:
-    """Clear the codes of zeros that stay zero, and doubt what may be wrong with the tensors."""
-    mismatch = _Refusal(reason=Reason.MASTER_MISMATCH, detail=key)
-    invalid = _Refusal(reason=Reason.MOMENTS_INVALID, detail=key)
-    unstated = changed.take((codes.take(changed) == UNSTATED).nonzero().view(-1))
-    for some in torch.split(unstated, _EXAMINED_PIECE):
-        seen = adamw.examine(part.pick(some), zeros_stay=zeros_stay)
-        codes[some] = codes.take(some).masked_fill(seen.still_zero, 0)
-        yield _Doubt(refusal=mismatch, flag=seen.master_mismatch)
-        yield _Doubt(refusal=invalid, flag=seen.moments_invalid)
+def _doubts_of_examined(key: str, seen: adamw.Examination) -> Iterator[_Doubt]:
+    yield _Doubt(refusal=_Refusal(reason=Reason.MASTER_MISMATCH, detail=key), flag=seen.master_mismatch)
+    yield _Doubt(refusal=_Refusal(reason=Reason.MOMENTS_INVALID, detail=key), flag=seen.moments_invalid)
 
 
 def _present(tensor: torch.Tensor | None) -> torch.Tensor:
@@ -210,21 +214,18 @@ def _present(tensor: torch.Tensor | None) -> torch.Tensor:
 
 
 def _pass(device_type: str, *, compiled: bool) -> _Pass:
-    function = _compiled_change_codes(device_type) if compiled else None
+    function = _compiled_old_weights(device_type) if compiled else None
     if function is None:
-        return _Pass(change_codes=adamw.change_codes, piece=_EAGER_PIECE)
-    return _Pass(change_codes=function, piece=_COMPILED_PIECE)
+        return _Pass(old_weights=adamw.old_weights, piece=_EAGER_PIECE)
+    return _Pass(old_weights=function, piece=_COMPILED_PIECE)
 
 
 @functools.cache
-def _compiled_change_codes(device_type: str) -> _ChangeCodes | None:
+def _compiled_old_weights(device_type: str) -> _OldWeights | None:
     """Compiled once a process; None where that fails."""
-    # Sizes are dynamic, and what changes at every step comes in a tensor: one compilation serves all.
-    # Without the option, compilers keep a value that was cast to bf16 and back in fp32, unrounded.
     try:
-        function = torch.compile(
-            adamw.change_codes, fullgraph=True, dynamic=True, options={"emulate_precision_casts": True}
-        )
+        # Sizes are dynamic, and what changes at every step comes in a tensor: one compilation serves all.
+        function = torch.compile(adamw.old_weights, dynamic=True, options=_COMPILE_OPTIONS)
         # Distinct tensors, as later: one that stood for all would be compiled for.
         main, exp_avg, exp_avg_sq = (torch.zeros(_SHORTEST_COMPILED, device=device_type) for _ in range(3))
         function(main, exp_avg, exp_avg_sq, main.to(torch.bfloat16), torch.zeros(9, device=device_type))

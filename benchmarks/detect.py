@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import itertools
 import json
-import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -23,6 +23,7 @@ import torch
 
 from awex_delta.detect import detect_changes
 from awex_delta.types import AdamWStep, Detection, OwnedSlice
+from benchmarks.environment import environment_record
 
 BYTES_READ = 4 + 4 + 4 + 2  # master, two moments, weight
 BYTES_PER_ELEMENT = BYTES_READ + 1  # and a mark
@@ -44,7 +45,7 @@ class Training:
         numel = self.main.numel()
         shares = (0, 0.5, 0.75, 0.8751, 0.95, 0.99, 0.9999, 1)
         cuts = [round(share * numel) for share in shares]
-        return [self._slice(start, stop) for start, stop in zip(cuts, cuts[1:], strict=False)]
+        return [self._slice(start, stop) for start, stop in itertools.pairwise(cuts)]
 
     def _slice(self, start: int, stop: int) -> OwnedSlice:
         return OwnedSlice(
@@ -138,19 +139,6 @@ def seconds(function: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def environment() -> dict[str, object]:
-    """What the numbers belong to."""
-    models = [
-        line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")
-    ]
-    return {
-        "cpu": models[0].partition(":")[2].strip() if models else platform.processor(),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }
-
-
 def run(*, num_elements: int = 32_000_000, repeats: int = 5) -> dict[str, object]:
     """Measure detection on this machine's CPUs.
 
@@ -195,7 +183,7 @@ def run(*, num_elements: int = 32_000_000, repeats: int = 5) -> dict[str, object
         "copy_bytes_per_second": bandwidth,
         "first_call_seconds": first_call,
         "samples": samples,
-        "environment": environment(),
+        "environment": environment_record(),
         "config": {"num_elements": num_elements, "repeats": repeats},
     }
 

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import torch
 
 from awex_delta.errors import NumericsError
-from awex_delta.numerics.ulp import MAX_STEP, UNSTATED, round_to_bf16
+from awex_delta.numerics.ulp import round_to_bf16
 from awex_delta.types import AdamWStep
 
 _E = 2.0**-24  # unit roundoff of fp32
@@ -78,9 +78,15 @@ class Inversion:
         Collective: no.
         """
         values = (
-            *(self.root_scale, self.eps, self.update_scale, self.decay_scale),
-            *(self.err_weight, self.err_update, self.err_floor),
-            *(self.min_sq, self.max_sq),
+            self.root_scale,
+            self.eps,
+            self.update_scale,
+            self.decay_scale,
+            self.err_weight,
+            self.err_update,
+            self.err_floor,
+            self.min_sq,
+            self.max_sq,
         )
         return torch.tensor(values, dtype=torch.float32, device=device)
 
@@ -117,7 +123,7 @@ class State:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Examination:
-    """A second, exact look at the few elements for which no step could be stated.
+    """A second, exact look at the few elements whose old weight is not certain.
 
     still_zero: bool [n], certainly unchanged after all.
     master_mismatch: bool scalar; some weight is not its rounded master.
@@ -179,22 +185,21 @@ def invert(step: AdamWStep, *, moment_error: float = 0.0) -> Inversion:
     )
 
 
-def change_codes(
+def old_weights(
     main: torch.Tensor,
     exp_avg: torch.Tensor,
     exp_avg_sq: torch.Tensor,
     weight: torch.Tensor,
     coefficients: torch.Tensor,
-) -> torch.Tensor:
-    """How far each weight certainly moved.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The weights before the step, and where they are certain.
 
-    No step is stated (-128) where the interval of old masters holds a rounding boundary, where the step
-    is longer than 126 units, and for everything that is not regular: a weight that is zero, not finite or
-    not its rounded master, and moments that are invalid or out of range. So `examine` has to see no other
-    elements.
+    An old weight is not certain where the interval of old masters holds a rounding boundary, nor where
+    anything is irregular: a weight that is zero, not finite or not its rounded master, and moments that are
+    invalid or out of range. So `examine` has to see no other elements.
 
-    One expression over fp32 and bf16 and int32, so that it compiles to one pass over memory; integers
-    are reached through fp32, because compilers for CPUs read 16-bit patterns one at a time.
+    One expression without 16-bit integers, which compilers for CPUs handle one at a time, so that it
+    compiles to one pass over memory.
 
     Args:
         main, exp_avg, exp_avg_sq: fp32 [n].
@@ -202,7 +207,8 @@ def change_codes(
         coefficients: fp32 [9], of `Inversion.coefficients`.
 
     Returns:
-        int8 [n], as `ulp.step_code` from the old weight to this one; 0 where it is certainly unchanged.
+        The old weight, bf16 [n], NaN where it is not certain; and int8 [n], 0 where that equals the weight,
+        which is certainly unchanged then, else 1.
 
     Collective: no.
     """
@@ -215,20 +221,19 @@ def change_codes(
 
     low = (main + (move - error)).to(torch.bfloat16)
     high = (main + (move + error)).to(torch.bfloat16)
-    step = _ordered(weight) - _ordered(low)
-    known = (
+    certain = (
         (low == high)  # of equal sign as well: they are farther apart than the smallest numbers
+        & (low.abs() <= _LARGEST)
         & (main.to(torch.bfloat16) == weight)
-        & (main.abs() + move.abs() + error <= _LARGEST)
         & (exp_avg_sq >= min_sq)
         & (exp_avg_sq <= max_sq)
-        & (step.abs() <= MAX_STEP)
     )
-    return torch.where(known, step, UNSTATED).to(torch.int8)
+    old = torch.where(certain, low, math.nan)
+    return old, torch.where(old == weight, 0, 1).to(torch.int8)
 
 
 def examine(state: State, *, zeros_stay: bool) -> Examination:
-    """Look by bit patterns at elements for which `change_codes` stated no step.
+    """Look by bit patterns at elements whose old weight is not certain.
 
     Args:
         state: those elements.
@@ -262,12 +267,6 @@ def differs_from_master(main: torch.Tensor, weight: torch.Tensor) -> torch.Tenso
     """
     same = round_to_bf16(main).view(torch.int16) == weight.view(torch.int16)
     return ~(same | (torch.isnan(main) & torch.isnan(weight)))
-
-
-def _ordered(value: torch.Tensor) -> torch.Tensor:
-    """`ulp.ordered` in int32, from the upper half of the fp32 pattern."""
-    bits = value.float().view(torch.int32) >> 16
-    return bits ^ ((bits >> 31) & 0x7FFF)
 
 
 def _decay_error(decay: float) -> float:
