@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from awex_delta.engines.tensors import gather_from, scatter_into
@@ -103,6 +103,7 @@ def updates(draw: st.DrawFn) -> tuple[list[RegionChange], list[torch.Tensor]]:
 
 
 @pytest.mark.parametrize("codec", ALL, ids=named)
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])  # cores are shared
 @given(update=updates())
 def test_any_update_comes_back_bit_for_bit(
     codec: Codec, update: tuple[list[RegionChange], list[torch.Tensor]]
