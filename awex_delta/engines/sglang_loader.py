@@ -68,8 +68,8 @@ class Instruction:
 _INSTRUCTION = TypeAdapter(Instruction)
 
 
-@dataclass(slots=True, kw_only=True)
-class Attached:  # not frozen: `outcome` moves with every request
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attached:
     """What one worker keeps of one pairing.
 
     asked: the instruction that made it, without its action and version.
@@ -122,9 +122,9 @@ def load(model: nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]]) ->
     except AwexDeltaError as error:
         held = _attached.get(model)
         if held is not None:
-            held.outcome = error
-        if held is not None and held.receiver.dirty:
-            raise
+            _attached[model] = replace(held, outcome=error)
+            if held.receiver.dirty:
+                raise
         logger.error("the weights stay as they were: %s", error)  # noqa: TRY400 - the text says what happened
 
 
@@ -150,13 +150,14 @@ def _carry_out(model: nn.Module, instruction: Instruction) -> None:
             held.receiver.close()
         return
     held = _attach(model, instruction)
-    held.outcome = None
+    outcome: UpdateStats | None = None
     if instruction.action == "invalidate":
         held.receiver.invalidate()
     elif instruction.action == "connect":
         held.receiver.connect()
     else:
-        held.outcome = held.receiver.update_weights(instruction.version)
+        outcome = held.receiver.update_weights(instruction.version)
+    _attached[model] = replace(held, outcome=outcome)
 
 
 def _attach(model: nn.Module, instruction: Instruction) -> Attached:

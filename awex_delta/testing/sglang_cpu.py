@@ -120,7 +120,7 @@ def build(config: PretrainedConfig, *, fp32_router: bool = False) -> nn.Module:
 
     Collective: no, but `start` comes before it on every rank.
     """
-    (architecture,) = config.architectures
+    architecture = (config.architectures or [""])[0]
     model_class = vars(importlib.import_module(_MODELS[architecture]))[architecture]
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)

@@ -28,7 +28,7 @@ from awex_delta.types import DeltaSettings, UpdateStats
 
 pytestmark = [
     pytest.mark.timeout(300),
-    pytest.mark.skipif(not sglang_cpu.sglang_found(), reason="SGLang is not installed: make install-sglang"),
+    pytest.mark.skipif(not sglang_cpu.sglang_found(), reason="SGLang is not installed: make sglang"),
 ]
 
 SETTINGS = DeltaSettings(anchor_interval=3, timeout_seconds=60, connect_timeout_seconds=60)
@@ -109,7 +109,7 @@ def serve(me: Rank, case: Case, port: int) -> list[str]:
         assert held(model).receiver.ready
         kinds.append(outcome.verdict.kind.value)
         assert before != bits(model)
-        fresh = sglang_cpu.build(config, fp32_router=case.spec.fp32_router)
+        fresh: Any = sglang_cpu.build(config, fp32_router=case.spec.fp32_router)
         fresh.load_weights(list(read_checkpoint(me, version).items()))
         assert sglang_cpu.differing(model, fresh) == [], version
     assert places == {name: param.data_ptr() for name, param in model.named_parameters()}
@@ -214,7 +214,7 @@ def fail_on_engine(me: Rank, case: Case, port: int) -> list[str]:
         scheduler.update_weights_from_tensor(message(replace(asked, action="update", version=version)))
         outcome = held(model).outcome
         if isinstance(outcome, UpdateStats):
-            fresh = sglang_cpu.build(config)
+            fresh: Any = sglang_cpu.build(config)
             fresh.load_weights(list(read_checkpoint(me, version).items()))
             assert sglang_cpu.differing(model, fresh) == [], version
             return outcome.verdict.kind.value

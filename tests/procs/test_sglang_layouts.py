@@ -19,7 +19,7 @@ from awex_delta.types import EngineView
 
 pytestmark = [
     pytest.mark.timeout(200),
-    pytest.mark.skipif(not sglang_cpu.sglang_found(), reason="SGLang is not installed: make install-sglang"),
+    pytest.mark.skipif(not sglang_cpu.sglang_found(), reason="SGLang is not installed: make sglang"),
 ]
 
 QWEN3 = hf_config(TinySpec(vocab_size=130, kv_heads=1, tied=True))
@@ -45,7 +45,8 @@ SHARED_EXPERT = Qwen2MoeConfig(
 def hf_weights(me: Rank, config: PretrainedConfig) -> dict[str, torch.Tensor]:
     """A checkpoint with the names and shapes that transformers gives it, and random values."""
     folder = me.folder / f"transformers-{me.rank}"
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    auto: Any = AutoModelForCausalLM
+    auto.from_config(config).save_pretrained(folder)
     generator = torch.Generator().manual_seed(0)
     return {
         name: torch.randn(tensor.shape, generator=generator).bfloat16()
@@ -68,7 +69,8 @@ def check_layout(me: Rank, config: PretrainedConfig, options: dict[str, Any]) ->
     sglang_cpu.install()
     weights = hf_weights(me, config)
     sglang_cpu.start(me, config, rank=me.rank, **options)
-    model, fresh = sglang_cpu.build(config), sglang_cpu.build(config)
+    model = sglang_cpu.build(config)
+    fresh: Any = sglang_cpu.build(config)
     engine = SGLangEngine(model)
     assert isinstance(engine, EngineView)
     written = write_through(engine, weights)
