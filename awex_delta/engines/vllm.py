@@ -146,6 +146,9 @@ def _require_plain(name: str, module: nn.Module) -> None:
 
 def _refuse_unnamed(model: nn.Module, parts: Sequence[EngineTensor]) -> None:
     named = {entry.view.untyped_storage().data_ptr() for entry in parts}
+    # A rank may hold nothing but padding of the vocabulary.
+    vocabulary = [module for module in model.modules() if isinstance(module, VocabParallelEmbedding)]
+    named |= {module.weight.untyped_storage().data_ptr() for module in vocabulary}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if not isinstance(tensor, torch.Tensor) or name.endswith(_CACHE_SCALES):
             continue

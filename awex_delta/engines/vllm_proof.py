@@ -48,7 +48,7 @@ def prove(model: nn.Module, parts: Sequence[EngineTensor]) -> None:
     users = _users(model)
     for weight in {id(weight): weight for weight in model.parameters()}.values():
         address = weight.untyped_storage().data_ptr()
-        _prove_storage(model, weight.detach(), by_storage[address], users.get(address, []))
+        _prove_storage(model, weight.detach(), by_storage.get(address, []), users.get(address, []))
 
 
 def _users(model: nn.Module) -> Mapping[int, list[tuple[str, Any]]]:
@@ -81,10 +81,20 @@ def _prove_storage(
 
 
 def _pattern(entry: EngineTensor) -> torch.Tensor:
-    """The whole HF tensor, each element 8 bits of a hash of its name and position, from -1 to 1."""
-    index = torch.arange(torch.Size(entry.global_shape).numel(), device=entry.view.device)
-    hashed = (index + zlib.crc32(entry.name.encode())) * 2654435761 >> 24 & 0xFF
-    return ((hashed - 127.5) / 128).to(entry.view.dtype).view(entry.global_shape)
+    """The whole HF tensor, with a hash of its name, row and column in each element, from -1 to 1.
+
+    8 bits an element, which bf16 holds exactly, and never more than three bytes of memory for one.
+    """
+    seed, device = zlib.crc32(entry.name.encode()), entry.view.device
+    cells = _hashes(entry.global_shape[-1], seed, device)
+    for size in reversed(entry.global_shape[:-1]):
+        cells = _hashes(size, seed + 1, device).view(-1, *[1] * cells.dim()) ^ cells
+    return cells.to(entry.view.dtype).sub_(127.5).div_(128)
+
+
+def _hashes(size: int, seed: int, device: torch.device) -> torch.Tensor:
+    index = torch.arange(size, device=device)
+    return ((index + seed) * 2654435761 >> 24 & 0xFF).to(torch.uint8)
 
 
 def _prove_used(name: str, module: Any) -> None:
