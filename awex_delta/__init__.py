@@ -12,21 +12,54 @@ from awex_delta._version import __version__
 
 if TYPE_CHECKING:
     from awex_delta.attach import attach_megatron, attach_transformers
-    from awex_delta.config import RolloutConfig, TrainEngineConfig, resolve, worker_environment
-    from awex_delta.errors import AwexDeltaError, ConfigError, ConnectError, UpdateError
+    from awex_delta.config import (
+        RolloutConfig,
+        TrainEngineConfig,
+        resolve,
+        scrub_worker_environment,
+        settings_from_environment,
+        worker_environment,
+    )
+    from awex_delta.errors import (
+        AwexDeltaError,
+        ConfigError,
+        ConnectError,
+        LockstepError,
+        PeerError,
+        UpdateAborted,
+        UpdateError,
+    )
     from awex_delta.receiver import Receiver
     from awex_delta.rendezvous import Rendezvous, host_store
     from awex_delta.sender import Sender
-    from awex_delta.types import DeltaSettings, Kind, Reason, UpdateStats, Verdict
+    from awex_delta.types import (
+        DeltaSettings,
+        EngineTensor,
+        EngineView,
+        Kind,
+        Reason,
+        TrainerView,
+        UpdateStats,
+        Verdict,
+    )
 
 _HOMES = {
     "attach": ("attach_megatron", "attach_transformers"),
-    "config": ("RolloutConfig", "TrainEngineConfig", "resolve", "worker_environment"),
-    "errors": ("AwexDeltaError", "ConfigError", "ConnectError", "UpdateError"),
+    "config": (
+        *("RolloutConfig", "TrainEngineConfig", "resolve"),
+        *("scrub_worker_environment", "settings_from_environment", "worker_environment"),
+    ),
+    "errors": (
+        *("AwexDeltaError", "ConfigError", "ConnectError"),
+        *("LockstepError", "PeerError", "UpdateAborted", "UpdateError"),
+    ),
     "receiver": ("Receiver",),
     "rendezvous": ("Rendezvous", "host_store"),
     "sender": ("Sender",),
-    "types": ("DeltaSettings", "Kind", "Reason", "UpdateStats", "Verdict"),
+    "types": (
+        *("DeltaSettings", "EngineTensor", "EngineView", "Kind"),
+        *("Reason", "TrainerView", "UpdateStats", "Verdict"),
+    ),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
@@ -35,13 +68,19 @@ __all__ = [
     "ConfigError",
     "ConnectError",
     "DeltaSettings",
+    "EngineTensor",
+    "EngineView",
     "Kind",
+    "LockstepError",
+    "PeerError",
     "Reason",
     "Receiver",
     "Rendezvous",
     "RolloutConfig",
     "Sender",
     "TrainEngineConfig",
+    "TrainerView",
+    "UpdateAborted",
     "UpdateError",
     "UpdateStats",
     "Verdict",
@@ -50,6 +89,8 @@ __all__ = [
     "attach_transformers",
     "host_store",
     "resolve",
+    "scrub_worker_environment",
+    "settings_from_environment",
     "worker_environment",
 ]
 

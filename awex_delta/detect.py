@@ -196,9 +196,12 @@ def _invert(owned: OwnedSlice, step: AdamWStep, how: _Pass, doubts: list[_Doubt]
             seen = adamw.examine(part.pick(marked.take(uncertain)), zeros_stay=inversion.zeros_stay)
             doubts += _doubts_of_examined(owned.key, seen)
             stated[uncertain] = torch.where(seen.still_zero, 0, UNSTATED).to(torch.int8)
-            kept = stated.nonzero().view(-1)
-            index.append(marked.take(kept) + (owned.start + start))
-            code.append(stated.take(kept))
+            changed = marked
+            if bool(seen.still_zero.any()):
+                kept = stated.nonzero().view(-1)
+                changed, stated = marked.take(kept), stated.take(kept)
+            index.append(changed + (owned.start + start))
+            code.append(stated)
     return ChangeSet(key=owned.key, index=torch.cat(index), code=torch.cat(code))
 
 

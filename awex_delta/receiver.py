@@ -11,8 +11,9 @@ import torch
 
 from awex_delta.comm import Comm
 from awex_delta.engines.tensors import gather_from, scatter_into
+from awex_delta.errors import LayoutError
 from awex_delta.plan.agreement import Decision, Proposal, check_arrived
-from awex_delta.plan.ledger import EngineLedger
+from awex_delta.plan.ledger import EngineLedger, check_version
 from awex_delta.plan.regions import Region
 from awex_delta.plan.specs import EngineSpec, TensorSpec, dtype_name
 from awex_delta.rendezvous import Rendezvous
@@ -123,12 +124,14 @@ class Receiver:
             What this rank did. Its weights are `version` now, and `ready` is True.
 
         Raises:
+            ConfigError: `version` is not an int of at least 0.
             ConnectError: ranks are missing, or do not fit.
             UpdateError: the update did not commit. `ready` tells whether the weights are still the
                 version before; where a write had begun, they are not served until a full sync.
 
         Collective: yes, over all transfer ranks.
         """
+        check_version(version)
         watch = Stopwatch()
         with self._session.in_step():
             self._session.ensure_connected(f"version {version}")
@@ -170,6 +173,12 @@ class Receiver:
 
     def _describe(self, agreed: Mapping[str, Any]) -> Mapping[str, Any]:
         tensors = self._view.tensors()
+        for once, again in zip(tensors, self._view.tensors(), strict=True):
+            if once.view.data_ptr() != again.view.data_ptr():
+                raise LayoutError(
+                    f"{once.name}: tensors() of engine {self._engine!r} gives copies, which the engine would "
+                    "never read; give views of the live weights"
+                )
         self._targets = {tensor.name: tensor.view for tensor in tensors if tensor.tied_to is None}
         return EngineSpec(
             rank=self._rank,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -76,14 +77,30 @@ def host_store(host: str = "127.0.0.1", port: int = 0) -> TCPStore:
     """Open the store that a `Rendezvous` points at, in this process.
 
     Args:
-        host: address to listen on.
+        host: address to listen on, and on no other.
         port: 0 picks a free one; read it from `.port` of the result.
 
-    The store lives as long as the returned object does. Collective: no.
+    The store lives as long as the returned object does. It asks nobody who they are: keep it on a
+    network of friends.
+
+    Raises:
+        ConfigError: this machine has no such address, or the port is taken.
+
+    Collective: no.
     """
-    return TCPStore(host, port, is_master=True, wait_for_workers=False)
+    try:
+        listener = socket.create_server((host, port))
+    except OSError as error:
+        raise ConfigError(
+            f"host={host!r}, port={port}: cannot listen there ({error.strerror or error}); "
+            "give an address of this machine and a free port"
+        ) from error
+    bound = listener.getsockname()[1]
+    # torch would listen on every interface by itself; it is handed a socket that does not.
+    return TCPStore(host, bound, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def first_line(error: Exception) -> str:
-    """What an error of torch says, without the source position that Gloo puts before it."""
-    return re.sub(r"^\[\S+\] ", "", str(error).partition("\n")[0])
+    """What an error of torch says, without Gloo's source position before it and its advice after it."""
+    text = re.sub(r"^\[\S+\] ", "", str(error).partition("\n")[0])
+    return text.partition(". This is typically")[0]

@@ -13,7 +13,7 @@ import torch
 
 from awex_delta.comm import Comm
 from awex_delta.plan.agreement import Decision, Proposal, check_arrived
-from awex_delta.plan.ledger import TrainerLedger
+from awex_delta.plan.ledger import TrainerLedger, check_version
 from awex_delta.plan.specs import TrainerSpec
 from awex_delta.rendezvous import Rendezvous
 from awex_delta.routes import Route, Router, find_routes, param_specs
@@ -130,12 +130,14 @@ class Sender:
             What this rank did. Every rank of both sides has committed `version`, or failed.
 
         Raises:
+            ConfigError: `version` is not an int of at least 0.
             ConnectError: ranks are missing, or do not fit.
             UpdateError: the update did not commit anywhere that this rank knows of; the next one is
                 full. Call again with any version.
 
         Collective: yes, over all transfer ranks.
         """
+        check_version(version)
         watch = Stopwatch()
         try:
             with self._session.in_step():

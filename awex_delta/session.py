@@ -18,7 +18,7 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 
 from awex_delta.comm import Comm
-from awex_delta.errors import AwexDeltaError, ConnectError, LockstepError, UpdateAborted, UpdateError
+from awex_delta.errors import ConnectError, LockstepError, UpdateAborted, UpdateError
 from awex_delta.plan.agreement import Decision, Proposal, Status, decide
 from awex_delta.plan.regions import Plan, build_plan
 from awex_delta.plan.rounds import Meeting, meetings_of
@@ -128,7 +128,7 @@ class Session:
         spec: Mapping[str, Any]
         try:
             spec = self._describe(self._agreed())
-        except AwexDeltaError as error:
+        except Exception as error:  # noqa: BLE001 - all ranks must hear of it, whatever an adapter raises
             spec = {"error": f"{type(error).__name__}: {error}"}
         values = self.comm.gather_json(spec, phase="describe")
         failed = {s: v["error"] for s, v in enumerate(values) if isinstance(v, dict) and "error" in v}

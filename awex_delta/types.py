@@ -72,7 +72,7 @@ _REASON_TEXT: Mapping[Reason, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """Full or delta, with its reason and the ranks that gave it. The same on every rank."""
+    """Full or delta, with its reason and the seats (transfer ranks) that gave it. The same on every rank."""
 
     kind: Kind
     reason: Reason
@@ -82,7 +82,7 @@ class Verdict:
     def __str__(self) -> str:
         if self.kind is Kind.DELTA:
             return "delta"
-        where = f" (rank {', '.join(map(str, self.ranks))})" if self.ranks else ""
+        where = f" (seat {', '.join(map(str, self.ranks))})" if self.ranks else ""
         detail = f": {self.detail}" if self.detail else ""
         return f"full, {self.reason.text}{where}{detail}"
 

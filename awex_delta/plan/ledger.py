@@ -4,7 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from awex_delta.errors import ConfigError
 from awex_delta.types import Kind, Reason
+
+
+def check_version(version: int) -> None:
+    """Refuse what no frame could carry as a version.
+
+    Raises:
+        ConfigError: not an int from 0 to 2^63 - 1.
+
+    Collective: no.
+    """
+    if type(version) is not int or not 0 <= version < 2**63:
+        raise ConfigError(f"version={version!r}: give an int of at least 0, one more at each update")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

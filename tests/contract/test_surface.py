@@ -18,8 +18,11 @@ PUBLIC_NAMES = {
     "__version__",
     *("attach_megatron", "attach_transformers", "Sender", "Receiver", "Rendezvous", "host_store"),
     *("TrainEngineConfig", "RolloutConfig", "resolve", "worker_environment"),
+    *("scrub_worker_environment", "settings_from_environment"),
+    *("TrainerView", "EngineView", "EngineTensor"),
     *("DeltaSettings", "UpdateStats", "Verdict", "Kind", "Reason"),
-    *("AwexDeltaError", "ConfigError", "ConnectError", "UpdateError"),
+    *("AwexDeltaError", "ConfigError", "ConnectError"),
+    *("UpdateError", "UpdateAborted", "LockstepError", "PeerError"),
 }
 
 TRAIN_SETTINGS = {
@@ -99,7 +102,12 @@ def run_python(code: str) -> None:
     """Run code in a new interpreter, which must succeed."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     result = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=50, check=False
+        [sys.executable, "-c", code],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=170,
+        check=False,
     )
     assert result.returncode == 0, result.stdout + result.stderr
 
@@ -154,5 +162,6 @@ for module in pkgutil.walk_packages(package.__path__, {PACKAGE + "."!r}):
 """
 
 
+@pytest.mark.timeout(180)
 def test_optional_packages_are_optional() -> None:
     run_python(IMPORT_WITHOUT_OPTIONAL_PACKAGES)

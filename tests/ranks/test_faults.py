@@ -486,3 +486,30 @@ def test_no_update_error_escapes_the_tree() -> None:
     assert issubclass(PeerError, UpdateError)
     assert issubclass(LockstepError, UpdateError)
     assert issubclass(UpdateAborted, UpdateError)
+
+
+@pytest.mark.parametrize("version", ["7", 1.5, -1, 2**63, True, None])
+def test_what_is_no_version_is_refused_before_anything_is_said(make: Make, version: Any) -> None:
+    pairing = ready(make())
+    for error in pairing.update([version] * 5):
+        assert isinstance(error, ConfigError)
+        assert f"version={version!r}" in str(error)
+    assert pairing.commit(2)[0].verdict.kind is Kind.DELTA
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        (lambda view: {"a": 1}, "AttributeError"),
+        (lambda view: [replace(t, view=t.view.clone()) for t in DictEngine.tensors(view)], "gives copies"),
+    ],
+)
+def test_an_engine_that_describes_itself_wrongly_is_refused_on_all_ranks(
+    make: Make, tensors: Callable[[DictEngine], Any], message: str
+) -> None:
+    view: Any = DictEngine(SHAPES)
+    view.tensors = lambda: tensors(view)
+    pairing = make(engines=[EngineSeat(engine="e", view=view)])
+    for error in pairing.update(0):
+        assert isinstance(error, ConnectError)
+        assert message in str(error)

@@ -65,14 +65,16 @@ def test_a_rank_that_tries_again_at_once_does_not_disturb_the_old_update(make: M
 
 
 @pytest.mark.parametrize("error", [KeyError("model.layers.0"), TypeError("odd"), RuntimeError("odd")])
-def test_an_engine_that_cannot_describe_itself_tells_the_others_at_once(make: Make, error: Exception) -> None:
+def test_an_engine_that_cannot_describe_itself_is_a_connect_error_on_every_rank(
+    make: Make, error: Exception
+) -> None:
     pairing = make()
     fail_once(pairing.engines[ENGINE], "tensors", error)
     begin = time.monotonic()
     outcome = pairing.update(0)
     check_at_once(begin)
-    assert outcome[ENGINE] is error
-    assert errors(outcome[:1] + outcome[2:]) == [PeerError] * 4
+    assert errors(outcome) == [ConnectError] * 5
+    assert all(f"seat {ENGINE}: {type(error).__name__}" in str(one) for one in outcome)
     train(pairing)
     assert pairing.commit(0)[0].verdict.reason is Reason.FIRST_SYNC
     assert wrong(pairing) == [{}] * 3
