@@ -2,7 +2,8 @@
 
 A slice is read once, in pieces, by one fused expression that is compiled where that pays. The few elements
 whose old weight is not certain are looked at again, exactly. Besides the returned indices and codes, and a
-copy of those of one slice while they are joined, extra memory stays below 64 MiB.
+copy of those of one slice while they are joined, extra memory stays below 64 MiB where few elements changed
+(20 MiB at 1 %), and below 128 MiB where all did.
 """
 
 from __future__ import annotations
