@@ -18,7 +18,7 @@ from awex_delta.types import DeltaSettings
 
 pytestmark = pytest.mark.timeout(120)
 
-SPEC = TinySpec(model="qwen3-moe")
+SPEC = TinySpec(model="qwen3-moe", lr=3e-6)
 SETTINGS = DeltaSettings(anchor_interval=2, timeout_seconds=30, connect_timeout_seconds=60)
 NUM_VERSIONS = 5
 NUM_ENGINES = 2
