@@ -14,13 +14,13 @@ from awex_delta.engines.tensors import gather_from, scatter_into
 from awex_delta.errors import LayoutError
 from awex_delta.plan.agreement import Decision, Proposal, check_arrived
 from awex_delta.plan.ledger import EngineLedger, check_version
-from awex_delta.plan.regions import Region
+from awex_delta.plan.regions import Region, dense_volume
 from awex_delta.plan.specs import EngineSpec, TensorSpec, dtype_name
 from awex_delta.rendezvous import Rendezvous
 from awex_delta.session import Session, Stopwatch
 from awex_delta.types import DeltaSettings, EngineView, Kind, UpdateStats
 from awex_delta.wire.codec import RegionChange, settle
-from awex_delta.wire.frame import FrameIdentity, unpack_frame
+from awex_delta.wire.frame import unpack_frame
 
 logger = logging.getLogger(__name__)
 
@@ -226,15 +226,7 @@ class Receiver:
     def _stage(self, decision: Decision, frames: list[tuple[int, torch.dtype, torch.Tensor]]) -> Staged:
         staged: Staged = []
         for sender, dtype, frame in frames:
-            identity = FrameIdentity(
-                run_id=decision.run_id,
-                base_version=decision.base,
-                target_version=decision.version,
-                plan=self._session.plan.digest,
-                sender=sender,
-                receiver=self._comm.seat,
-                dtype=dtype,
-            )
+            identity = self._session.frame_identity(decision, sender, self._comm.seat, dtype)
             regions = self._session.plan.between(sender, self._comm.seat, dtype)
             numels = [region.numel for region in regions]
             changes = unpack_frame(frame, identity, self._session.codecs, numels)
@@ -278,10 +270,7 @@ class Receiver:
         self._comm.receive_weights(self._targets, plan, phase="send weights")
         watch.lap("transfer")
         _, failure = self._session.attempt("apply", self._view.synchronize)
-        operations = [op for ops in plan.operations.values() for op in ops]
-        numels = [torch.Size(op.overlap_shape).numel() for op in operations]
-        widths = [op.recv_shard_meta.dtype.itemsize for op in operations]
-        return sum(n * w for n, w in zip(numels, widths, strict=True)), sum(numels), failure
+        return *dense_volume(plan), failure
 
     def _commit(self, decision: Decision) -> None:
         self._ledger = self._ledger.commit(decision.run_id, decision.version)

@@ -6,7 +6,6 @@ import logging
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ import torch
 from awex_delta.comm import Comm
 from awex_delta.plan.agreement import Decision, Proposal, check_arrived
 from awex_delta.plan.ledger import TrainerLedger, check_version
+from awex_delta.plan.regions import dense_volume
 from awex_delta.plan.specs import TrainerSpec
 from awex_delta.rendezvous import Rendezvous
 from awex_delta.routes import Route, Router, find_routes, param_specs
@@ -21,7 +21,7 @@ from awex_delta.session import Session, Stopwatch
 from awex_delta.types import DeltaSettings, Detection, Kind, Reason, TrainerView, UpdateStats
 from awex_delta.wire.choice import MIN_SAMPLE_BYTES, cheapest
 from awex_delta.wire.codec import Codec, RegionChange
-from awex_delta.wire.frame import FrameIdentity, pack_frame
+from awex_delta.wire.frame import pack_frame
 
 logger = logging.getLogger(__name__)
 
@@ -153,14 +153,15 @@ class Sender:
                         held=self._ledger.version,
                         reason=detection.reason,
                         detail=detection.detail,
-                        changed=sum(changes.num_changed for changes in detection.changes),
+                        changed=detection.num_changed,
                         owned=detection.num_owned,
                     )
                 )
                 watch.lap("propose")
                 with ExitStack() as held:
-                    release = partial(held.enter_context, self._view.transfer())
-                    _, failure = self._session.attempt("release", release)
+                    _, failure = self._session.attempt(
+                        "release", lambda: held.enter_context(self._view.transfer())
+                    )
                     stats = self._send(decision, detection, watch, failure)
         except BaseException:
             self._ledger = self._ledger.abort()
@@ -208,7 +209,7 @@ class Sender:
         else:
             detection = Detection()
             num_bytes, num_elements = self._send_full(watch, failure)
-        changed = sum(changes.num_changed for changes in detection.changes)
+        changed = detection.num_changed
         facts = self._session.agree(
             "apply", "", sent=num_elements, bytes=num_bytes, changed=changed, owned=detection.num_owned
         )
@@ -253,8 +254,7 @@ class Sender:
         self, decision: Decision, detection: Detection
     ) -> tuple[dict[tuple[int, torch.dtype], torch.Tensor], int]:
         """Frames by (receiver, dtype), and the elements in them. A frame without elements is not sent."""
-        changed = sum(changes.num_changed for changes in detection.changes)
-        share = changed / detection.num_owned if detection.num_owned else 0.0
+        share = detection.num_changed / detection.num_owned if detection.num_owned else 0.0
         codec = cheapest(self._session.codecs, share, self._bytes_per_second)
         frames: dict[tuple[int, torch.dtype], torch.Tensor] = {}
         total = 0
@@ -274,15 +274,7 @@ class Sender:
         codec: Codec,
         changes: list[RegionChange],
     ) -> torch.Tensor:
-        identity = FrameIdentity(
-            run_id=decision.run_id,
-            base_version=decision.base,
-            target_version=decision.version,
-            plan=self._session.plan.digest,
-            sender=self._comm.seat,
-            receiver=receiver,
-            dtype=dtype,
-        )
+        identity = self._session.frame_identity(decision, self._comm.seat, receiver, dtype)
         return pack_frame(identity, codec, changes)
 
     def _send_full(self, watch: Stopwatch, failure: str) -> tuple[int, int]:
@@ -293,10 +285,7 @@ class Sender:
         plan = self._session.plan.dense_plan(self._comm.seat, sending=True)
         self._comm.send_weights(tensors or {}, plan, phase="send weights")
         watch.lap("transfer")
-        operations = [op for ops in plan.operations.values() for op in ops]
-        numels = [torch.Size(op.overlap_shape).numel() for op in operations]
-        widths = [op.send_shard_meta.dtype.itemsize for op in operations]
-        return sum(n * w for n, w in zip(numels, widths, strict=True)), sum(numels)
+        return dense_volume(plan)
 
     def _convert_all(self) -> dict[str, torch.Tensor]:
         converted: dict[str, torch.Tensor] = {}

@@ -24,7 +24,7 @@ from awex_delta.plan.regions import Plan, build_plan
 from awex_delta.plan.rounds import Meeting, meetings_of
 from awex_delta.plan.specs import World, dtype_name, parse_world
 from awex_delta.types import DeltaSettings
-from awex_delta.wire.frame import PROTOCOL_VERSION, max_frame_bytes
+from awex_delta.wire.frame import PROTOCOL_VERSION, FrameIdentity, max_frame_bytes
 from awex_delta.wire.registry import codecs_for
 
 ROW_BYTES = 4096
@@ -100,6 +100,7 @@ class Session:
         self._describe = describe
         self._on_phase = on_phase or (lambda phase: None)
         self._version = 0
+        self._limits: dict[tuple[int, int, torch.dtype], int] = {}  # bytes of the largest frame of a pair
 
     def ensure_connected(self, purpose: str) -> bool:
         """Meet all ranks in the current epoch, and agree on the plan. True when it had to be done.
@@ -136,6 +137,10 @@ class Session:
             raise ConnectError("; ".join(f"seat {seat}: {text}" for seat, text in failed.items()))
         self.world = parse_world(values, self.comm.rendezvous.num_engine_ranks)
         self.plan = build_plan(self.world)
+        self._limits = {
+            key: max_frame_bytes([region.numel for region in regions], key[2])
+            for key, regions in self.plan.regions.items()
+        }
         digests = self.comm.gather(self.plan.digest.to_bytes(8, "little"), width=16, phase="plan")
         if len(set(digests)) > 1:
             raise LockstepError("ranks computed different transfer plans: do all run the same versions?")
@@ -231,14 +236,27 @@ class Session:
             [int.from_bytes(row[8 * p : 8 * p + 8], "little") for p in range(world_size)] for row in rows
         ]
         for sender, receiver in product(range(world_size), repeat=2):
-            regions = self.plan.between(sender, receiver, dtype)
-            limit = max_frame_bytes([region.numel for region in regions], dtype) if regions else 0
-            if matrix[sender][receiver] > limit:
+            size, limit = matrix[sender][receiver], self._limits.get((sender, receiver, dtype), 0)
+            if size > limit:
                 raise LockstepError(
-                    f"seat {sender} announces {matrix[sender][receiver]} bytes for seat {receiver}, "
+                    f"seat {sender} announces {size} bytes for seat {receiver}, "
                     f"whose regions need at most {limit}"
                 )
         return matrix
+
+    def frame_identity(
+        self, decision: Decision, sender: int, receiver: int, dtype: torch.dtype
+    ) -> FrameIdentity:
+        """What the frame of one pair and round carries, and what its receiver expects. Collective: no."""
+        return FrameIdentity(
+            run_id=decision.run_id,
+            base_version=decision.base,
+            target_version=decision.version,
+            plan=self.plan.digest,
+            sender=sender,
+            receiver=receiver,
+            dtype=dtype,
+        )
 
     def _rows(self, rows: TypeAdapter[Value], mine: Value, phase: str) -> list[Value]:
         """Give one row to every rank and get all. A row that is none of this kind ends the lockstep."""

@@ -166,6 +166,11 @@ class Detection:
     detail: str = ""
     num_owned: int = 0
 
+    @property
+    def num_changed(self) -> int:
+        """Elements in all change sets."""
+        return sum(changes.num_changed for changes in self.changes)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightInfo:

@@ -81,6 +81,14 @@ class Plan:
         return TransferPlan(inter_operations=dict(sorted(by_peer.items())))
 
 
+def dense_volume(plan: TransferPlan) -> tuple[int, int]:
+    """Bytes and elements that one rank sends or receives in a full sync. Collective: no."""
+    operations = [op for ops in plan.operations.values() for op in ops]
+    numels = [math.prod(op.overlap_shape) for op in operations]
+    widths = [op.send_shard_meta.dtype.itemsize for op in operations]
+    return sum(n * w for n, w in zip(numels, widths, strict=True)), sum(numels)
+
+
 def build_plan(world: World) -> Plan:
     """Plan every transfer between the ranks of `world`, through AWEX's planner.
 
