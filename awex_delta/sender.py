@@ -6,6 +6,7 @@ import logging
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -159,9 +160,8 @@ class Sender:
                 )
                 watch.lap("propose")
                 with ExitStack() as held:
-                    _, failure = self._session.attempt(
-                        "release", lambda: held.enter_context(self._view.transfer())
-                    )
+                    release = partial(held.enter_context, self._view.transfer())
+                    _, failure = self._session.attempt("release", release)
                     stats = self._send(decision, detection, watch, failure)
         except BaseException:
             self._ledger = self._ledger.abort()
