@@ -47,8 +47,8 @@ format: .venv/.installed-dev
 
 # Pages that are generated from the code. A contract test fails when one is out of date.
 docs: .venv/.installed-dev
-	$(BIN)/python scripts/configuration_page.py > docs/configuration.md
-	$(BIN)/python scripts/reasons_page.py > docs/reasons.md
+	$(BIN)/python scripts/configuration_page.py > docs/en/configuration.md
+	$(BIN)/python scripts/reasons_page.py > docs/en/reasons.md
 
 bench: .venv/.installed
 	$(BIN)/awex-delta bench detect

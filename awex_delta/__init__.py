@@ -12,10 +12,8 @@ from awex_delta._version import __version__
 
 if TYPE_CHECKING:
     from awex_delta.attach import attach_megatron, attach_transformers
-    from awex_delta.config import (
-        RolloutConfig,
-        TrainEngineConfig,
-        resolve,
+    from awex_delta.config import RolloutConfig, TrainEngineConfig, resolve
+    from awex_delta.environment import (
         scrub_worker_environment,
         settings_from_environment,
         worker_environment,
@@ -32,23 +30,13 @@ if TYPE_CHECKING:
     from awex_delta.receiver import Receiver
     from awex_delta.rendezvous import Rendezvous, host_store
     from awex_delta.sender import Sender
-    from awex_delta.types import (
-        DeltaSettings,
-        EngineTensor,
-        EngineView,
-        Kind,
-        Reason,
-        TrainerView,
-        UpdateStats,
-        Verdict,
-    )
+    from awex_delta.types import DeltaSettings, EngineTensor, EngineView, TrainerView, UpdateStats
+    from awex_delta.verdict import Kind, Reason, Verdict
 
 _HOMES = {
     "attach": ("attach_megatron", "attach_transformers"),
-    "config": (
-        *("RolloutConfig", "TrainEngineConfig", "resolve"),
-        *("scrub_worker_environment", "settings_from_environment", "worker_environment"),
-    ),
+    "config": ("RolloutConfig", "TrainEngineConfig", "resolve"),
+    "environment": ("scrub_worker_environment", "settings_from_environment", "worker_environment"),
     "errors": (
         *("AwexDeltaError", "ConfigError", "ConnectError"),
         *("LockstepError", "PeerError", "UpdateAborted", "UpdateError"),
@@ -56,10 +44,8 @@ _HOMES = {
     "receiver": ("Receiver",),
     "rendezvous": ("Rendezvous", "host_store"),
     "sender": ("Sender",),
-    "types": (
-        *("DeltaSettings", "EngineTensor", "EngineView", "Kind"),
-        *("Reason", "TrainerView", "UpdateStats", "Verdict"),
-    ),
+    "types": (*("DeltaSettings", "EngineTensor", "EngineView", "TrainerView", "UpdateStats"),),
+    "verdict": ("Kind", "Reason", "Verdict"),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 

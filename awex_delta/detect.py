@@ -19,7 +19,8 @@ import torch
 from awex_delta.errors import NumericsError, UnsupportedError
 from awex_delta.numerics import adamw
 from awex_delta.numerics.ulp import UNSTATED, step_code
-from awex_delta.types import AdamWStep, ChangeSet, Detection, OwnedSlice, Reason
+from awex_delta.types import AdamWStep, ChangeSet, Detection, OwnedSlice
+from awex_delta.verdict import Reason
 
 Plan = Callable[[OwnedSlice], AdamWStep | Reason | None]
 """Which step to invert for a slice; None when no step moved it since the commit; or why neither is known."""

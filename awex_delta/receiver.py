@@ -18,7 +18,8 @@ from awex_delta.plan.regions import Region, dense_volume
 from awex_delta.plan.specs import EngineSpec, TensorSpec, dtype_name
 from awex_delta.rendezvous import Rendezvous
 from awex_delta.session import Session, Stopwatch
-from awex_delta.types import DeltaSettings, EngineView, Kind, UpdateStats
+from awex_delta.types import DeltaSettings, EngineView, UpdateStats
+from awex_delta.verdict import Kind
 from awex_delta.wire.codec import RegionChange, settle
 from awex_delta.wire.frame import unpack_frame
 

@@ -94,7 +94,7 @@ class TrainEngineConfig(_SideConfig):
     `indices`: a flat position and the new value, 6 bytes. `gaps`: the distance to the previous change
     and the new value, 3 bytes. `ulp`: the distance and how far the value moved, 1.6 bytes. `ulp_zstd`:
     the same, compressed, 1.0 to 1.2 bytes. `auto`: whichever takes the least time at the measured speed
-    of the link. See docs/wire.md."""
+    of the link. See docs/en/wire.md."""
 
     world_size_policy: WorldSizePolicy = "power_of_two"
     """`power_of_two`: trainer and engine ranks together must be a power of two, which the transfer

@@ -1,90 +1,15 @@
-"""Frozen records and enums that cross module borders. Torch tensors in them are never copied."""
+"""Frozen records that cross module borders. Torch tensors in them are never copied."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from enum import IntEnum, StrEnum
 from typing import Protocol, runtime_checkable
 
 import torch
 
-
-class Kind(StrEnum):
-    """What an update sends."""
-
-    FULL = "full"
-    DELTA = "delta"
-
-
-class Reason(IntEnum):
-    """Why an update is a delta (0) or a full sync (the rest). The largest over all ranks wins."""
-
-    NONE = 0
-    TOO_DENSE = 5
-    ANCHOR_DUE = 10
-    VERSION_GAP = 20
-    STEP_GAP = 30
-    LOSSY_RECORD = 31
-    NO_STEP_RECORD = 32
-    NOT_ADAMW = 40
-    MOMENTS_MISSING = 41
-    MOMENTS_INVALID = 42
-    NO_FP32_MASTER = 43
-    MASTER_MISMATCH = 44
-    HYPERPARAMETERS_INVALID = 45
-    DETECTION_FAILED = 49
-    ENGINE_STALE = 60
-    ENGINE_DIRTY = 61
-    PREVIOUS_ABORTED = 70
-    FIRST_SYNC = 80
-    DELTA_DISABLED = 90
-
-    @property
-    def text(self) -> str:
-        """One sentence for a person."""
-        return _REASON_TEXT[self]
-
-
-_REASON_TEXT: Mapping[Reason, str] = {
-    Reason.NONE: "delta",
-    Reason.TOO_DENSE: "so much changed that a delta would be larger than a full sync",
-    Reason.ANCHOR_DUE: "a periodic full sync (anchor) is due",
-    Reason.VERSION_GAP: "the version does not follow the last committed one",
-    Reason.STEP_GAP: "more optimizer steps ran since the last commit than one inversion covers",
-    Reason.LOSSY_RECORD: "the recorded hyper-parameters do not tell which of several steps moved a parameter",
-    Reason.NO_STEP_RECORD: "no record of the hyper-parameters that the last optimizer step used",
-    Reason.NOT_ADAMW: "the optimizer is not a decoupled AdamW",
-    Reason.MOMENTS_MISSING: "exp_avg or exp_avg_sq is missing",
-    Reason.MOMENTS_INVALID: "exp_avg or exp_avg_sq is not finite, is negative, or has an unsupported dtype",
-    Reason.NO_FP32_MASTER: "a trained parameter has no fp32 master weight",
-    Reason.MASTER_MISMATCH: "the model's weights are not the rounded masters (was the model reloaded?)",
-    Reason.HYPERPARAMETERS_INVALID: "the recorded step or hyper-parameters cannot be inverted",
-    Reason.DETECTION_FAILED: "detection raised an error on a rank",
-    Reason.ENGINE_STALE: "an engine does not hold the base version",
-    Reason.ENGINE_DIRTY: "an engine holds weights that were written but never committed",
-    Reason.PREVIOUS_ABORTED: "the previous update was aborted",
-    Reason.FIRST_SYNC: "first sync of this pairing",
-    Reason.DELTA_DISABLED: "enable_delta_weight_update is off",
-}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
-    """Full or delta, with its reason and the seats (transfer ranks) that gave it. The same on every rank."""
-
-    kind: Kind
-    reason: Reason
-    ranks: tuple[int, ...] = ()
-    detail: str = ""
-
-    def __str__(self) -> str:
-        if self.kind is Kind.DELTA:
-            return "delta"
-        where = f" (seat {', '.join(map(str, self.ranks))})" if self.ranks else ""
-        detail = f": {self.detail}" if self.detail else ""
-        return f"full, {self.reason.text}{where}{detail}"
+from awex_delta.verdict import Reason, Verdict
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Print docs/configuration.md, made from the models, so that the page and the code cannot differ."""
+"""Print docs/en/configuration.md, made from the models, so that the page and the code cannot differ."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def _committed_cells(record: VersionRecord) -> dict[str, str]:
 
 
 def write_json(path: Path, runs: Sequence[FinishedRun]) -> None:
-    """Write the report. Its shape is described in docs/demo.md. Collective: no."""
+    """Write the report. Its shape is described in docs/en/demo.md. Collective: no."""
     report = {
         "runs": [
             {

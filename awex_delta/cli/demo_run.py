@@ -19,7 +19,8 @@ from awex_delta.cli.demo_oracle import (
     trainer_hf_state,
 )
 from awex_delta.cli.demo_plan import DemoPlan, RoleName, Seat
-from awex_delta.types import Kind, UpdateStats
+from awex_delta.types import UpdateStats
+from awex_delta.verdict import Kind
 
 PROMPT = "def main("
 NUM_TOKENS = 24

@@ -1,4 +1,4 @@
-"""Inverting one AdamW step with a certified error bound. `docs/numerics.md` derives every constant.
+"""Inverting one AdamW step with a certified error bound. `docs/en/numerics.md` derives every constant.
 
 A step moved the fp32 master `p'` to `p`, with the moments `m`, `v` as they are stored now:
 

@@ -9,7 +9,7 @@ import torch
 
 from awex_delta.errors import LockstepError, UpdateAborted
 from awex_delta.plan.ledger import EngineLedger
-from awex_delta.types import Kind, Reason, Verdict
+from awex_delta.verdict import Kind, Reason, Verdict
 from awex_delta.wire.choice import expected_bytes
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from awex_delta.errors import ConfigError
-from awex_delta.types import Kind, Reason
+from awex_delta.verdict import Kind, Reason
 
 
 def check_version(version: int) -> None:

@@ -10,7 +10,8 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from awex_delta.trainers.optimizers import HyperParameters, hyper_parameters, is_known
-from awex_delta.types import AdamWStep, OwnedSlice, Reason
+from awex_delta.types import AdamWStep, OwnedSlice
+from awex_delta.verdict import Reason
 
 _log = logging.getLogger(__name__)
 

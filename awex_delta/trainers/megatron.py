@@ -25,15 +25,8 @@ from awex_delta.trainers.megatron_layout import (
     router_biases,
 )
 from awex_delta.trainers.optimizers import moment, step_counts
-from awex_delta.types import (
-    DeltaSettings,
-    Detection,
-    OwnedSlice,
-    Reason,
-    TrainerLayout,
-    WeightInfo,
-    param_key,
-)
+from awex_delta.types import DeltaSettings, Detection, OwnedSlice, TrainerLayout, WeightInfo, param_key
+from awex_delta.verdict import Reason
 
 _EMBEDDING = "model.embed_tokens.weight"
 _LM_HEAD = "lm_head.weight"

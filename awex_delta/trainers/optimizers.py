@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from awex_delta.errors import UnsupportedError
-from awex_delta.types import AdamWStep, Reason
+from awex_delta.types import AdamWStep
+from awex_delta.verdict import Reason
 
 Group = Mapping[str, Any]
 

@@ -16,15 +16,8 @@ from awex_delta.detect import detect_changes
 from awex_delta.errors import UnsupportedError
 from awex_delta.trainers.journal import StepJournal
 from awex_delta.trainers.optimizers import moment, step_counts
-from awex_delta.types import (
-    DeltaSettings,
-    Detection,
-    OwnedSlice,
-    Reason,
-    TrainerLayout,
-    WeightInfo,
-    param_key,
-)
+from awex_delta.types import DeltaSettings, Detection, OwnedSlice, TrainerLayout, WeightInfo, param_key
+from awex_delta.verdict import Reason
 
 _EMBEDDING = "model.embed_tokens.weight"
 _LM_HEAD = "lm_head.weight"

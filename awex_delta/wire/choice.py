@@ -11,7 +11,7 @@ AUTO = "auto"
 """The setting under which the sender chooses for each update."""
 
 WORK_SECONDS: Mapping[str, float] = {"indices": 11e-9, "gaps": 20e-9, "ulp": 43e-9, "ulp_zstd": 51e-9}
-"""Encoding and decoding one change on one core of a server, in its processor time (docs/wire.md)."""
+"""Encoding and decoding one change on one core of a server, in its processor time (docs/en/wire.md)."""
 
 MIN_SAMPLE_BYTES = 1 << 20
 """What a transfer must carry to say something about the link; less measures latency."""

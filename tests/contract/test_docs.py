@@ -12,14 +12,19 @@ import torch
 
 import awex_delta
 from awex_delta import errors
-from awex_delta.types import Reason
+from awex_delta.verdict import Reason
 from awex_delta.wire.codec import RegionChange
 from awex_delta.wire.frame import FrameIdentity, pack_frame
 from awex_delta.wire.registry import CODECS
 from scripts.reasons_page import EXCEPTIONS, REASONS, page
 from tests.contract.sources import PACKAGE, ROOT
 
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted(ROOT.glob("docs/*.md"))]
+PAGES = [*(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")), *sorted(ROOT.glob("docs/en/*.md"))]
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "CHANGELOG.md",
+    *sorted(ROOT.glob("docs/en/*.md")),
+]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCK = re.compile(r"^```python([^\n]*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
@@ -140,8 +145,8 @@ def test_the_length_of_the_example_is_what_the_readme_says() -> None:
 
 
 def test_the_page_of_reasons_is_current() -> None:
-    current = (ROOT / "docs" / "reasons.md").read_text(encoding="utf-8")
-    assert current == page(), "docs/reasons.md is out of date: make docs"
+    current = (ROOT / "docs" / "en" / "reasons.md").read_text(encoding="utf-8")
+    assert current == page(), "docs/en/reasons.md is out of date: make docs"
 
 
 def test_every_reason_and_exception_has_advice() -> None:
@@ -154,8 +159,8 @@ def test_every_reason_and_exception_has_advice() -> None:
 
 
 def header_rows() -> list[tuple[int, int, str]]:
-    """Offset, bytes and field of the header, as docs/protocol.md lists them."""
-    text = (ROOT / "docs" / "protocol.md").read_text(encoding="utf-8")
+    """Offset, bytes and field of the header, as docs/en/protocol.md lists them."""
+    text = (ROOT / "docs" / "en" / "protocol.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (\d+) \| (\d+) \| [^|]+ \| ([^|]+) \|$", text, re.MULTILINE)
     return [(int(offset), int(size), field) for offset, size, field in rows]
 
@@ -200,7 +205,7 @@ def test_the_frame_header_is_what_the_protocol_page_says() -> None:
 
 
 def test_the_protocol_page_names_the_settings_that_must_be_equal() -> None:
-    text = (ROOT / "docs" / "protocol.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "en" / "protocol.md").read_text(encoding="utf-8")
     sentence = re.search(r"settings that must be equal:(.*?)\.", text, re.DOTALL)
     assert sentence is not None
     local = {"release_grad_buffers", "timeout_seconds", "connect_timeout_seconds"}

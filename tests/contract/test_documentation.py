@@ -17,7 +17,8 @@ import yaml
 
 from awex_delta import errors
 from awex_delta._version import __version__
-from awex_delta.config import RolloutConfig, TrainEngineConfig, resolve, worker_environment
+from awex_delta.config import RolloutConfig, TrainEngineConfig, resolve
+from awex_delta.environment import worker_environment
 from scripts.configuration_page import page
 from tests.contract.sources import (
     PACKAGE,
@@ -149,8 +150,8 @@ def test_no_file_names_a_path_of_one_machine(path: Path) -> None:
 
 
 def test_the_configuration_page_is_current() -> None:
-    current = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
-    assert current == page(), "docs/configuration.md is out of date: make docs"
+    current = (ROOT / "docs" / "en" / "configuration.md").read_text(encoding="utf-8")
+    assert current == page(), "docs/en/configuration.md is out of date: make docs"
 
 
 def test_the_example_on_the_configuration_page_resolves() -> None:

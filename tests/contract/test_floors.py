@@ -28,10 +28,12 @@ MAX_NESTING = 4
 FLOORS = {
     "errors": 0,
     "_version": 0,
+    "verdict": 0,
     "types": 0,
     "allocation": 0,
     "schema": 0,
     "config": 0,
+    "environment": 0,
     "numerics": 1,
     "wire": 1,
     "plan": 2,
@@ -72,7 +74,7 @@ IMPURE_MODULES = (
 # Who may use what. `trainers.megatron_layout` is the part of the adapter that reads Megatron's layout.
 MEGATRON_USERS = ("trainers.megatron", "trainers.megatron_layout", "testing")
 DISTRIBUTED_USERS = ("comm", *MEGATRON_USERS)
-ENVIRONMENT_USERS = ("config", "testing")
+ENVIRONMENT_USERS = ("environment", "testing")
 ENVIRONMENT_NAMES = ("os.environ", "os.environb", "os.getenv", "os.putenv", "os.unsetenv")
 
 PACKAGE_SOURCES = package_sources()

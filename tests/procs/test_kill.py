@@ -8,9 +8,11 @@ import re
 import signal
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +24,8 @@ from awex_delta.rendezvous import Rendezvous, host_store
 from awex_delta.sender import Sender
 from awex_delta.testing.dict_engine import DictEngine
 from awex_delta.trainers.torch_adamw import TorchAdamWTrainer
-from awex_delta.types import DeltaSettings, Kind, Reason, UpdateStats
+from awex_delta.types import DeltaSettings, UpdateStats
+from awex_delta.verdict import Kind, Reason
 
 SHAPES = {
     "model.embed_tokens.weight": (16, 8),
@@ -83,6 +86,24 @@ def _serve(pipe: Connection, seat: int, port: int, num_steps: int) -> None:
                 pipe.send(end.update_weights(value))
             except (AwexDeltaError, RuntimeError) as error:
                 pipe.send(error)
+
+
+def halt(pid: int, stop: signal.Signals, *, seconds: float = 10.0) -> None:
+    """Send a signal, and wait until no thread of the process runs: the kernel stops them one by one."""
+    os.kill(pid, stop)
+    deadline = time.monotonic() + seconds
+    while any(state not in {"T", "Z", "X"} for state in thread_states(pid)):
+        assert time.monotonic() < deadline, "the process runs on"
+        time.sleep(0.01)
+
+
+def thread_states(pid: int) -> list[str]:
+    """State letter of every thread, as the kernel tells it; none for a process that is gone."""
+    states = []
+    for task in Path(f"/proc/{pid}/task").glob("*/stat"):
+        with suppress(FileNotFoundError, ProcessLookupError):  # it ended meanwhile
+            states.append(task.read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()[0])
+    return states
 
 
 @dataclass
@@ -223,7 +244,7 @@ def test_a_store_that_is_gone_is_said_in_time(fleet: Fleet, stop: signal.Signals
     fleet.step()
     pid = fleet.store.process.pid
     assert pid is not None
-    os.kill(pid, stop)
+    halt(pid, stop)
     begin = time.monotonic()
     answers = fleet.update(1)
     assert time.monotonic() - begin < SETTINGS.connect_timeout_seconds + 5

@@ -17,7 +17,8 @@ from awex_delta.errors import UnsupportedError
 from awex_delta.testing.procs import Rank, run_ranks
 from awex_delta.testing.tiny_models import TinySpec, TinyTrainer, build_trainer, hf_config
 from awex_delta.trainers.megatron import MegatronTrainer
-from awex_delta.types import DeltaSettings, Reason, TrainerLayout, TrainerView, WeightInfo
+from awex_delta.types import DeltaSettings, TrainerLayout, TrainerView, WeightInfo
+from awex_delta.verdict import Reason
 
 pytestmark = pytest.mark.timeout(120)
 

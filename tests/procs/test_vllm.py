@@ -18,7 +18,8 @@ from awex_delta.cli.demo_members import tiny_spec
 from awex_delta.cli.demo_plan import ModelName
 from awex_delta.engines.vllm_driver import init_info
 from awex_delta.testing.tiny_models import hf_config
-from awex_delta.types import Reason, UpdateStats
+from awex_delta.types import UpdateStats
+from awex_delta.verdict import Reason
 from tests.procs.vllm_members import (
     SETTINGS,
     Answers,

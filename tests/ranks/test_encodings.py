@@ -12,7 +12,7 @@ import torch
 from awex_delta.errors import UpdateAborted
 from awex_delta.testing.dict_engine import DictEngine
 from awex_delta.testing.pairing import EngineSeat, Pairing
-from awex_delta.types import Kind, Reason
+from awex_delta.verdict import Kind, Reason
 from awex_delta.wire.registry import CODECS
 from tests.ranks.conftest import BIAS, DOWN, EMBED, ROUTER, train, wrong
 

@@ -16,7 +16,8 @@ from awex_delta.testing.dict_engine import DictEngine
 from awex_delta.testing.faults import InjectedFault
 from awex_delta.testing.pairing import EngineSeat, Outcome, Pairing
 from awex_delta.testing.ranks import results
-from awex_delta.types import Kind, Reason, UpdateStats
+from awex_delta.types import UpdateStats
+from awex_delta.verdict import Kind, Reason
 from tests.ranks.conftest import DOWN, EMBED, NORM, Q_PROJ, SETTINGS, SHAPES, train, wrong
 
 Make = Callable[..., Pairing]

@@ -10,7 +10,7 @@ import torch
 
 from awex_delta.testing.dict_engine import DictEngine
 from awex_delta.testing.pairing import EngineSeat, Pairing
-from awex_delta.types import Kind, Reason
+from awex_delta.verdict import Kind, Reason
 from tests.ranks.conftest import BIAS, CUT, DOWN, EMBED, NORM, Q_PROJ, ROUTER, SHAPES, train, truth, wrong
 
 Make = Callable[..., Pairing]

@@ -20,6 +20,8 @@ from awex_delta.config import (
     WorldSizePolicy,
     check_world_size,
     resolve,
+)
+from awex_delta.environment import (
     scrub_worker_environment,
     settings_from_environment,
     worker_environment,

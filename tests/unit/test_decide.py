@@ -11,7 +11,7 @@ import pytest
 from awex_delta.errors import LockstepError, UpdateAborted
 from awex_delta.plan import agreement
 from awex_delta.plan.agreement import Decision, Proposal, check_arrived
-from awex_delta.types import Kind, Reason
+from awex_delta.verdict import Kind, Reason
 
 RUN = "a" * 32
 

@@ -15,7 +15,8 @@ from awex_delta import detect
 from awex_delta.detect import detect_changes
 from awex_delta.errors import UnsupportedError
 from awex_delta.numerics import adamw
-from awex_delta.types import AdamWStep, Detection, OwnedSlice, Reason
+from awex_delta.types import AdamWStep, Detection, OwnedSlice
+from awex_delta.verdict import Reason
 
 STEP = AdamWStep(lr=1e-5, weight_decay=0.01, beta1=0.9, beta2=0.999, eps=1e-8, step=1)
 

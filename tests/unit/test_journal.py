@@ -13,7 +13,8 @@ import torch
 from awex_delta.errors import UnsupportedError
 from awex_delta.trainers.journal import StepJournal
 from awex_delta.trainers.optimizers import step_counts
-from awex_delta.types import AdamWStep, OwnedSlice, Reason
+from awex_delta.types import AdamWStep, OwnedSlice
+from awex_delta.verdict import Reason
 
 Plans = Mapping[str, AdamWStep | Reason | None]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from awex_delta.plan.ledger import EngineLedger, TrainerLedger
-from awex_delta.types import Kind, Reason
+from awex_delta.verdict import Kind, Reason
 
 RUN = "a" * 32
 

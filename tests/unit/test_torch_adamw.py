@@ -11,7 +11,8 @@ from awex.sharding.rank_info import RankInfo
 
 from awex_delta.errors import UnsupportedError
 from awex_delta.trainers.torch_adamw import TorchAdamWTrainer
-from awex_delta.types import DeltaSettings, Detection, Reason, TrainerView
+from awex_delta.types import DeltaSettings, Detection, TrainerView
+from awex_delta.verdict import Reason
 
 SHAPES = {
     "model.embed_tokens.weight": (40, 9),
