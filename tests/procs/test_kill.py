@@ -211,7 +211,7 @@ def test_a_killed_rank_is_named_and_the_next_update_is_full_and_exact(
         fleet.lives[seat].kill()
     begin = time.monotonic()
     answers = fleet.update(version, gone=seat)
-    assert time.monotonic() - begin < SETTINGS.timeout_seconds + 2
+    assert time.monotonic() - begin < SETTINGS.timeout_seconds + 8  # eight processes share two cores
     for error in answers.values():
         assert isinstance(error, AwexDeltaError), answers
         assert re.search(r"in phase '.+' for", str(error)), str(error)
