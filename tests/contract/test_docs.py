@@ -19,12 +19,8 @@ from awex_delta.wire.registry import CODECS
 from scripts.reasons_page import EXCEPTIONS, REASONS, page
 from tests.contract.sources import PACKAGE, ROOT
 
-PAGES = [*(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")), *sorted(ROOT.glob("docs/en/*.md"))]
-    ROOT / "README.md",
-    ROOT / "CONTRIBUTING.md",
-    ROOT / "CHANGELOG.md",
-    *sorted(ROOT.glob("docs/en/*.md")),
-]
+PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
+PAGES += sorted(ROOT.glob("docs/en/*.md"))
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCK = re.compile(r"^```python([^\n]*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
@@ -75,23 +71,6 @@ def test_python_blocks_compile_and_import_what_exists(path: Path) -> None:
             loaded = importlib.import_module(module)
             for name in names.split(", "):
                 assert hasattr(loaded, name), f"{path.name}: {module} has no {name}"
-
-
-RUNNABLE = [
-    pytest.param(code, id=f"{path.name}-{place}")
-    for path in PAGES
-    for place, (mark, code) in enumerate(BLOCK.findall(path.read_text(encoding="utf-8")))
-    if mark.strip() == "runnable"
-]
-
-
-@pytest.mark.parametrize("code", RUNNABLE)
-def test_runnable_blocks_run(code: str) -> None:
-    exec(compile(code, "documentation", "exec"), {})  # noqa: S102 - our own pages
-
-
-def test_some_block_runs() -> None:
-    assert RUNNABLE
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)

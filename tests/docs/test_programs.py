@@ -1,0 +1,144 @@
+"""The Python blocks of the pages, run in order for real: what a page takes for granted is made here."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from awex_delta import DeltaSettings, Rendezvous, UpdateStats, host_store
+from awex_delta.engines.sglang_loader import LOAD_FORMAT, Instruction
+from awex_delta.testing.procs import Rank, run_ranks
+from awex_delta.testing.tiny_models import TinySpec, build_trainer, hf_config
+from awex_delta.verdict import Kind
+from tests.docs.blocks import ROOT, blocks_of, pages, python_blocks
+
+SPEC = TinySpec(hidden=64, lr=3e-6)
+NUM_STEPS = 2
+ENGINE, TRAINER = 0, 1
+
+RUN_HERE = {"README.md", "docs/en/configuration.md", "docs/en/trainers.md", "docs/en/sglang.md"}
+RUN_ELSEWHERE = {"docs/en/vllm.md": "tests/procs/test_vllm_page.py"}
+
+
+def test_every_page_with_programs_is_run() -> None:
+    with_programs = {
+        str(path.relative_to(ROOT))
+        for path in pages()
+        if path.parent.name != "zh" and any(block.language == "python" for block in blocks_of(path))
+    }
+    assert with_programs == RUN_HERE | set(RUN_ELSEWHERE)
+    assert all((ROOT / test).exists() for test in RUN_ELSEWHERE.values())
+
+
+@pytest.mark.timeout(180)
+def test_the_readme() -> None:
+    launcher, *_ = python_blocks("README.md")
+    names: dict[str, Any] = {}
+    launcher.run(names, {"d2p1t2": "d1", "d2t2": "d1"})  # two processes in place of eight
+    store = names["store"]
+    served, (updates, trained) = run_ranks(_readme_rank, 2, names["resolved"], "127.0.0.1", store.port)
+    assert [stats.verdict.kind for stats in updates] == [Kind.DELTA, Kind.DELTA]
+    assert torch.equal(served.view(torch.int16), trained.view(torch.int16))
+
+
+def _readme_rank(me: Rank, resolved: Any, host: str, port: int) -> Any:
+    _, trainer, engine, failure = python_blocks("README.md")
+    names: dict[str, Any] = {"resolved": resolved, "host": host, "port": port, "num_steps": NUM_STEPS}
+    counts = {"num_engine_ranks=4, num_trainer_ranks=4": "num_engine_ranks=1, num_trainer_ranks=1"}
+    if me.rank == TRAINER:
+        me.init_gloo(rank=0, world_size=1, name="trainer")
+        tiny = build_trainer(SPEC)
+        names |= {"model_chunks": tiny.chunks, "optimizer": tiny.optimizer, "hf_config": tiny.hf_config}
+        names |= {"train_step": tiny.train_step, "log": logging.getLogger().error}
+        trainer.run(names, counts)
+        updates: list[UpdateStats] = [names["stats"]]
+        tiny.train_step()
+        names["version"] = NUM_STEPS + 1
+        failure.run(names)
+        model: Any = tiny.chunks[0].module
+        return [*updates, names["stats"]], model.embedding.word_embeddings.weight.detach().clone()
+    create: Any = AutoModelForCausalLM.from_config
+    names |= {"model": create(hf_config(SPEC), dtype=torch.bfloat16), "rank": ENGINE}
+    names["rendezvous"] = Rendezvous(num_engine_ranks=1, num_trainer_ranks=1, host=host, port=port)
+    engine.run(names)
+    names["receiver"].update_weights(NUM_STEPS + 1)
+    return names["model"].get_input_embeddings().weight.detach().clone()
+
+
+def test_the_page_on_the_configuration() -> None:
+    settings, program = (
+        next(block for block in blocks_of(ROOT / "docs/en/configuration.md") if block.language == language)
+        for language in ("yaml", "python")
+    )
+    import yaml
+
+    names: dict[str, Any] = {"data": yaml.safe_load(settings.code)}
+    program.run(names)
+    assert names["resolved"].settings == DeltaSettings(anchor_interval=20)
+
+
+@pytest.mark.timeout(120)
+def test_the_page_on_trainers() -> None:
+    (found,) = run_ranks(_trainers_page, 1)
+    assert found == ("0/decoder.final_layernorm.weight", "model.norm.weight")
+
+
+def _trainers_page(me: Rank) -> tuple[str, str]:
+    megatron, torch_adamw = python_blocks("docs/en/trainers.md")[:2]
+    me.init_gloo(rank=0, world_size=1)
+    tiny = build_trainer(SPEC)
+    names: dict[str, Any] = {"model_chunks": tiny.chunks, "optimizer": tiny.optimizer}
+    names |= {"hf_config": tiny.hf_config, "settings": DeltaSettings()}
+    megatron.run(names)
+    keys = [info.key for info in names["view"].weights()]
+
+    create: Any = AutoModelForCausalLM.from_config
+    model = create(hf_config(SPEC), dtype=torch.bfloat16)
+    masters = {name: weight.detach().float() for name, weight in model.named_parameters()}
+    optimizer = torch.optim.AdamW(masters.values(), lr=1e-6)
+    names = {"model": model, "masters": masters, "optimizer": optimizer, "settings": DeltaSettings()}
+    torch_adamw.run(names)
+    plain = [info.param for info in names["view"].weights()]
+    return (
+        next(key for key in keys if key.endswith("final_layernorm.weight")),
+        next(name for name in plain if name == "model.norm.weight"),
+    )
+
+
+class _RecordingEngine:
+    """Stands for SGLang's `Engine`, which needs its kernels: it keeps what it was asked."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, Any]] = []
+
+    def begin_weight_update(self, selector: str) -> None:
+        self.calls.append(("begin", selector))
+
+    def update_weights_from_tensor(self, tensors: Any, load_format: str) -> None:
+        self.calls.append((load_format, tensors))
+
+    def end_weight_update(self) -> None:
+        self.calls.append(("end", None))
+
+
+def test_the_page_on_sglang() -> None:
+    python, over_http = python_blocks("docs/en/sglang.md")
+    engine = _RecordingEngine()
+    names: dict[str, Any] = {"engine": engine, "settings": DeltaSettings()}
+    python.run(names)
+    assert [name for name, _ in engine.calls] == ["begin", LOAD_FORMAT, "end"]
+    instruction = names["instruction"]
+    assert isinstance(instruction, Instruction)
+    assert (instruction.action, instruction.version) == ("update", 7)
+    over_http.run(names)
+    assert len(names["body"]["serialized_named_tensors"]) == instruction.num_engine_ranks
+
+
+def test_a_store_is_open_while_its_launcher_keeps_it() -> None:
+    """What the README's comment on `host_store` says."""
+    store = host_store()
+    assert Rendezvous(num_engine_ranks=1, num_trainer_ranks=1, port=store.port).world_size == 2
