@@ -21,7 +21,7 @@ NUM_STEPS = 2
 ENGINE, TRAINER = 0, 1
 
 RUN_HERE = {"README.md", "docs/en/configuration.md", "docs/en/trainers.md", "docs/en/sglang.md"}
-RUN_ELSEWHERE = {"docs/en/vllm.md": "tests/procs/test_vllm_page.py"}
+RUN_ELSEWHERE = {"docs/en/vllm.md": "tests/procs/test_vllm.py"}
 
 
 def test_every_page_with_programs_is_run() -> None:

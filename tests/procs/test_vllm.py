@@ -218,3 +218,15 @@ def test_views_read_what_vllm_loaded_where_heads_are_repeated_and_lm_head_is_tie
     assert differing(truth, workers) == []
     offset, part = workers[1]["model.layers.0.self_attn.k_proj.weight"]
     assert (offset, part.shape[0]) == ((0, 0), config.head_dim)
+
+
+def test_the_program_on_the_page(tmp_path: Path, member: Callable[[VllmOptions], VllmMember]) -> None:
+    plan = replace(plan_of("qwen3"), steps=2)
+    training = Training(plan, tmp_path, num_engine_ranks=1)
+    engine, fresh = member(VllmOptions()), member(VllmOptions(backend=""))
+    model = config_only(plan, tmp_path / "config")
+    answers = engine.ask("follow_page", training.rendezvous, model, plan.steps)
+    fresh.ask("load", training.checkpoint(plan.steps))
+    assert answers == fresh.ask("generate")
+    assert engine.ask("version") == str(plan.steps)
+    training.outcome()

@@ -17,7 +17,8 @@ import pytest
 import requests
 
 import awex_delta
-from awex_delta.engines.vllm_driver import HttpControl, Running, VllmDriver, init_info
+from awex_delta.engines.vllm_driver import HttpControl, Running, VllmDriver
+from tests.docs.blocks import python_blocks
 from tests.procs.vllm_members import PROMPTS, SETTINGS
 from tests.procs.vllm_training import NUM_VERSIONS, Training, config_only, plan_of
 
@@ -138,13 +139,16 @@ def weight_version(url: str) -> Any:
 
 def test_running_requests_are_paused_finished_or_aborted_as_chosen(server: str, tmp_path: Path) -> None:
     training = Training(plan_of("qwen3"), tmp_path, num_engine_ranks=1)
-    VllmDriver(HttpControl(server)).connect(init_info(training.rendezvous, SETTINGS))
+    # Version 1 is sent by the program on the page.
+    program = python_blocks("docs/en/vllm.md")[1]
+    names = {"rendezvous": training.rendezvous, "settings": SETTINGS}
+    program.run(names, {"http://127.0.0.1:8000": server})
+    assert weight_version(server) == "1"
 
     def update(version: int, running: Running) -> None:
         VllmDriver(HttpControl(server), running=running).update_weights(version)
         assert weight_version(server) == str(version)
 
-    update(1, "pause")
     old = Request(server).ended().steps
     paused = Request(server).begun()
     before = len(paused.steps)

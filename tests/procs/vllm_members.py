@@ -6,6 +6,7 @@ import multiprocessing
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from awex_delta.testing.procs import Rank
 from awex_delta.testing.tiny_models import build_trainer
 from awex_delta.trainers.megatron import MegatronTrainer
 from awex_delta.types import DeltaSettings, UpdateStats
+from tests.docs.blocks import python_blocks
 
 # Longer than a block of the key-value cache, so that what was computed for them is kept and found again.
 PROMPTS = [[(7 * k * k + 5) % 128 for k in range(45)], [(11 * k + 64) % 128 for k in range(40)]]
@@ -156,6 +158,28 @@ class _Server:
 
         self._driver = VllmDriver(_Recorded(OfflineControl(self._llm), self.calls), running=running)
         self._driver.connect(info)
+
+    def follow_page(self, rendezvous: Rendezvous, model: Path, num_versions: int) -> Answers:
+        """Run the page's own program, and generate with what it leaves."""
+        import vllm
+
+        options = {
+            "skip_tokenizer_init": True,
+            "load_format": "dummy",
+            "enforce_eager": True,
+            "block_size": 32,
+        }
+        whole = vllm.LLM
+        vllm.LLM = partial(whole, **options, max_model_len=96, max_num_seqs=4, kv_cache_memory_bytes=1 << 24)
+        names: dict[str, Any] = {"rendezvous": rendezvous, "settings": SETTINGS}
+        names["prompts"] = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+        replaced = {"Qwen/Qwen3-8B": str(model), "range(1, 100)": f"range(1, {num_versions + 1})"}
+        asked = {"llm.generate(prompts)": "llm.generate(prompts, sampling)"}  # there is no tokenizer here
+        names["sampling"] = vllm.SamplingParams(max_tokens=2, detokenize=False)
+        python_blocks("docs/en/vllm.md")[0].run(names, replaced | asked)
+        vllm.LLM = whole
+        self._llm = names["llm"]
+        return self.generate()
 
     def update(self, version: int) -> list[str]:
         """The calls that the driver made."""
