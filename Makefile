@@ -18,7 +18,7 @@ PINNED := $(filter torch==2.13.0,$(TORCH))
 VLLM := $(if $(PINNED),$(if $(filter Linux-x86_64,$(shell uname -s)-$(shell uname -m)),.venv/.installed-vllm))
 SGLANG := $(if $(PINNED),.venv/.installed-sglang)
 
-.PHONY: demo test test-fast vllm sglang check format docs bench clean
+.PHONY: demo test test-fast vllm sglang check format docs site bench clean
 
 demo: .venv/.installed
 	$(BIN)/awex-delta demo
@@ -49,6 +49,10 @@ format: .venv/.installed-dev
 docs: .venv/.installed-dev
 	$(BIN)/python scripts/configuration_page.py > docs/en/configuration.md
 	$(BIN)/python scripts/reasons_page.py > docs/en/reasons.md
+
+# The pages as a site in build/site, English and Chinese, with every link checked.
+site: .venv/.installed-dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 bench: .venv/.installed
 	$(BIN)/awex-delta bench detect

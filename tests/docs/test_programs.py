@@ -7,9 +7,19 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from transformers import AutoModelForCausalLM
 
-from awex_delta import DeltaSettings, Rendezvous, UpdateStats, host_store
+from awex_delta import (
+    DeltaSettings,
+    Rendezvous,
+    RolloutConfig,
+    TrainEngineConfig,
+    UpdateStats,
+    attach_transformers,
+    host_store,
+    resolve,
+)
 from awex_delta.engines.sglang_loader import LOAD_FORMAT, Instruction
 from awex_delta.testing.procs import Rank, run_ranks
 from awex_delta.testing.tiny_models import TinySpec, build_trainer, hf_config
@@ -20,7 +30,10 @@ SPEC = TinySpec(hidden=64, lr=3e-6)
 NUM_STEPS = 2
 ENGINE, TRAINER = 0, 1
 
-RUN_HERE = {"README.md", "docs/en/configuration.md", "docs/en/trainers.md", "docs/en/sglang.md"}
+RUN_HERE = {
+    "README.md",
+    *(f"docs/en/{name}.md" for name in ("configuration", "integration", "sglang", "trainers")),
+}
 RUN_ELSEWHERE = {"docs/en/vllm.md": "tests/procs/test_vllm.py"}
 
 
@@ -69,13 +82,57 @@ def _readme_rank(me: Rank, resolved: Any, host: str, port: int) -> Any:
     return names["model"].get_input_embeddings().weight.detach().clone()
 
 
+@pytest.mark.timeout(180)
+def test_the_page_on_integration() -> None:
+    settings = next(block for block in blocks_of(ROOT / "docs/en/integration.md") if block.language == "yaml")
+    _, areal = python_blocks("docs/en/integration.md")
+    names: dict[str, Any] = {"config": yaml.safe_load(settings.code)}
+    areal.run(names)
+    assert names["resolved"].topology.world_size == 16
+    assert names["variables"]["DTE_DELTA_ANCHOR_INTERVAL"] == "20"
+
+    sides = ("megatron:d1", "vllm:d1")
+    resolved = resolve(
+        TrainEngineConfig(backend=sides[0], enable_delta_weight_update=True), RolloutConfig(backend=sides[1])
+    )
+    store = host_store()
+    served, trained = run_ranks(_integration_rank, 2, resolved, store.port)
+    assert len(served) == NUM_STEPS
+    assert all(torch.equal(*pair) for pair in zip(served, trained, strict=True))
+
+
+def _integration_rank(me: Rank, resolved: Any, port: int) -> list[torch.Tensor]:
+    """The bits of the embedding after each update, of the trainer's own and of the engine's."""
+    kept: list[torch.Tensor] = []
+
+    def keep(weight: torch.Tensor) -> None:
+        kept.append(weight.detach().view(torch.int16).clone())
+
+    if me.rank == TRAINER:
+        me.init_gloo(rank=0, world_size=1, name="trainer")
+        tiny = build_trainer(SPEC)
+        model: Any = tiny.chunks[0].module
+        names: dict[str, Any] = {"resolved": resolved, "store_host": "127.0.0.1", "store_port": port}
+        names |= {"model": tiny.chunks, "optimizer": tiny.optimizer, "hf_config": tiny.hf_config}
+        names |= {"num_steps": NUM_STEPS, "train_step": tiny.train_step}
+        names["generate"] = lambda step: keep(model.embedding.word_embeddings.weight)
+        python_blocks("docs/en/integration.md")[0].run(names)
+        return kept
+    create: Any = AutoModelForCausalLM.from_config
+    served = create(hf_config(SPEC), dtype=torch.bfloat16)
+    meet = Rendezvous(num_engine_ranks=1, num_trainer_ranks=1, port=port)
+    receiver = attach_transformers(served, rendezvous=meet, engine_rank=ENGINE, settings=resolved.settings)
+    for version in range(1, NUM_STEPS + 1):
+        receiver.update_weights(version)
+        keep(served.get_input_embeddings().weight)
+    return kept
+
+
 def test_the_page_on_the_configuration() -> None:
     settings, program = (
         next(block for block in blocks_of(ROOT / "docs/en/configuration.md") if block.language == language)
         for language in ("yaml", "python")
     )
-    import yaml
-
     names: dict[str, Any] = {"data": yaml.safe_load(settings.code)}
     program.run(names)
     assert names["resolved"].settings == DeltaSettings(anchor_interval=20)

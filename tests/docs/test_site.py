@@ -1,0 +1,35 @@
+"""The documentation as a site: it builds without a warning, and asks nothing of other hosts."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.docs.blocks import ROOT
+
+
+@pytest.mark.timeout(120)
+def test_the_site_builds_and_is_self_contained(tmp_path: Path) -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)],
+        cwd=ROOT,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    built = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.html")}
+    for folder, prefix in (("en", ""), ("zh", "zh/")):
+        for page in (ROOT / "docs" / folder).glob("*.md"):
+            assert f"{prefix}{page.stem}.html" in built
+    fetched = re.compile(
+        r'<(?:script|img|iframe)[^>]+src="https?:|<link[^>]+rel="stylesheet"[^>]+href="https?:'
+    )
+    assert [name for name in built if fetched.search((tmp_path / name).read_text(encoding="utf-8"))] == []
