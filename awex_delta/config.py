@@ -85,6 +85,7 @@ def resolve(train: TrainEngineConfig, rollout: RolloutConfig) -> ResolvedDelta:
         anchor_interval=train.weight_update_anchor_interval,
         encoding=train.weight_update_delta_encoding,
         allow_any_world_size=train.world_size_policy == "any",
+        accumulate=train.weight_update_delta_accumulate,
         release_grad_buffers=train.weight_update_release_grad_buffers,
         timeout_seconds=train.weight_update_timeout_seconds,
         connect_timeout_seconds=train.weight_update_connect_timeout_seconds,
@@ -137,13 +138,21 @@ def _train_problems(train: TrainEngineConfig) -> Iterator[str]:
             "LoRA trains adapters, and deltas are found in the optimizer state of full weights",
             "set use_lora: false",
         )
-    if train.ppo_n_minibatches != 1:
+    if train.ppo_n_minibatches < 1:
         yield _problem(
             "train.ppo_n_minibatches",
             train.ppo_n_minibatches,
-            "a delta covers exactly one step; with more than one optimizer step between two updates, "
-            "inverting the last one misses what the earlier ones changed",
+            "without a step nothing is trained",
             "set ppo_n_minibatches: 1",
+        )
+    elif train.ppo_n_minibatches > 1 and not train.weight_update_delta_accumulate:
+        yield _problem(
+            "train.ppo_n_minibatches",
+            train.ppo_n_minibatches,
+            "with more than one optimizer step between two updates, inverting the last one misses what the "
+            "earlier ones changed",
+            "set weight_update_delta_accumulate: true, which follows every step for one byte of memory an "
+            "owned element, or set ppo_n_minibatches: 1",
         )
 
 

@@ -29,6 +29,7 @@ _STREAMING = "DTE_STREAMING_RECONSTRUCT"
 _OPTIONAL_VARIABLES: Mapping[str, str] = {
     "DTE_DELTA_ENCODING": "encoding",
     "DTE_ALLOW_ANY_WORLD_SIZE": "allow_any_world_size",
+    "DTE_DELTA_ACCUMULATE": "accumulate",
     "DTE_RELEASE_GRAD_BUFFERS": "release_grad_buffers",
     "DTE_TIMEOUT_SECONDS": "timeout_seconds",
     "DTE_CONNECT_TIMEOUT_SECONDS": "connect_timeout_seconds",

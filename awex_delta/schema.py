@@ -96,6 +96,11 @@ class TrainEngineConfig(_SideConfig):
     the same, compressed, 1.0 to 1.2 bytes. `auto`: whichever takes the least time at the measured speed
     of the link. See docs/en/wire.md."""
 
+    weight_update_delta_accumulate: bool = False
+    """Follow every optimizer step, so that a delta covers any number of them between two updates
+    (`ppo_n_minibatches` above 1). It takes one byte of memory for each element whose optimizer state a
+    rank holds, and one pass of detection a step in place of one an update."""
+
     world_size_policy: WorldSizePolicy = "power_of_two"
     """`power_of_two`: trainer and engine ranks together must be a power of two, which the transfer
     schedule fits exactly. `any`: pad the schedule instead; some ranks then idle in some rounds."""
@@ -113,7 +118,8 @@ class TrainEngineConfig(_SideConfig):
     """The trainer trains LoRA adapters. Deltas cover full weights only."""
 
     ppo_n_minibatches: int = 1
-    """Optimizer steps that the trainer makes between two weight updates. Deltas need 1."""
+    """Optimizer steps that the trainer makes between two weight updates. Deltas need 1, or
+    `weight_update_delta_accumulate`."""
 
 
 class RolloutConfig(_SideConfig):

@@ -31,7 +31,9 @@ ROW_BYTES = 4096
 """Width of every proposal and every status on the wire."""
 
 _DETAIL_CHARS = 600
-_LOCAL_SETTINGS = frozenset({"release_grad_buffers", "timeout_seconds", "connect_timeout_seconds"})
+_LOCAL_SETTINGS = frozenset(
+    {"accumulate", "release_grad_buffers", "timeout_seconds", "connect_timeout_seconds"}
+)
 
 Value = TypeVar("Value")
 

@@ -176,6 +176,8 @@ class DeltaSettings:
     anchor_interval: committed deltas between two full syncs; 0 means never.
     encoding: name of the delta encoding (`wire.registry`), or "auto".
     allow_any_world_size: pad the schedule instead of refusing a world that is no power of two.
+    accumulate: follow every optimizer step, so that a delta covers any number of them, for one byte an
+        owned element.
     release_grad_buffers: free Megatron's gradient buffers for the transfer (restored whatever happens).
     timeout_seconds: longest wait for a peer inside an update.
     connect_timeout_seconds: longest wait for all ranks to meet in `connect`.
@@ -185,6 +187,7 @@ class DeltaSettings:
     anchor_interval: int = 20
     encoding: str = "indices"
     allow_any_world_size: bool = False
+    accumulate: bool = False
     release_grad_buffers: bool = False
     timeout_seconds: float = 300.0
     connect_timeout_seconds: float = 300.0

@@ -39,8 +39,8 @@ REASONS: Mapping[Reason, Advice] = {
     Reason.STEP_GAP: Advice(
         cause="Two or more optimizer steps ran since the last commit, the step counter went back, an "
         "optimizer state was loaded, or `weights_replaced()` was called.",
-        remedy="Update after each step (`ppo_n_minibatches: 1`). After a load do nothing, but see "
-        "[the limits](limits.md) where it repeats at every update.",
+        remedy="Update after each step, or set `weight_update_delta_accumulate: true`. After a load do "
+        "nothing, but see [the limits](limits.md) where it repeats at every update.",
     ),
     Reason.LOSSY_RECORD: Advice(
         cause="`step()` ran more than once with different hyper-parameters, and the step counter moved once: "

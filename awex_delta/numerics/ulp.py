@@ -74,6 +74,24 @@ def apply_code(old: torch.Tensor, code: torch.Tensor) -> torch.Tensor:
     return from_ordered(ordered(old) + code.to(torch.int16))
 
 
+def add_codes(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """The code of two moves, one after the other.
+
+    Args:
+        first: int8, any shape.
+        second: int8, same shape.
+
+    Returns:
+        int8, same shape: their sum where both are stated and the sum can be, else -128. A sum of 0 means
+        that the element is certainly back where it was.
+
+    Collective: no.
+    """
+    total = first.to(torch.int16) + second
+    stated = (first != UNSTATED) & (second != UNSTATED) & (total.abs() <= MAX_STEP)
+    return torch.where(stated, total, UNSTATED).to(torch.int8)
+
+
 def round_to_bf16(value: torch.Tensor) -> torch.Tensor:
     """Round fp32 to bf16, to nearest, ties to even, by integer arithmetic alone.
 

@@ -85,15 +85,17 @@ class StepJournal:
         return record if isinstance(record, Reason) else record.at(owned.step)
 
     def commit(self, owned_slices: Iterable[OwnedSlice]) -> None:
-        """The receivers hold the current weights: later plans count from here.
+        """The current weights of these slices are what later plans count from.
 
         Args:
-            owned_slices: every owned slice, with its step counter as it stands now.
+            owned_slices: every owned slice, or those whose step was looked at, with the step counter as
+                it stands now.
 
         Collective: no.
         """
-        self._committed_step = {owned.key: owned.step for owned in owned_slices}
-        self._records.clear()
+        for owned in owned_slices:
+            self._committed_step[owned.key] = owned.step
+            self._records.pop(owned.key, None)
         self._state_replaced = False
 
     def forget(self) -> None:

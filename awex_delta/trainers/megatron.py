@@ -11,9 +11,8 @@ from awex.models.registry import get_train_weights_converter
 from awex.sharding.rank_info import RankInfo
 from megatron.core.distributed import DistributedDataParallel
 
-from awex_delta.detect import detect_changes
 from awex_delta.errors import UnsupportedError
-from awex_delta.trainers.journal import StepJournal
+from awex_delta.trainers.baselines import Baselines
 from awex_delta.trainers.megatron_layout import (
     Part,
     Shard,
@@ -55,9 +54,10 @@ class MegatronTrainer:
         self._infos: dict[str, WeightInfo] = {}
         self._read_weights(shards)
         self._check_conversion()
-        self._journal = StepJournal()
-        for optimizer, stepped in self._stepped_by_optimizer().items():
-            self._journal.watch(optimizer, stepped)
+        self._baselines = Baselines(
+            self.owned_slices, self._stepped_by_optimizer(), accumulate=settings.accumulate
+        )
+        self._baseline = self._baselines.add()
 
     @classmethod
     def attach(
@@ -151,7 +151,7 @@ class MegatronTrainer:
             )
 
     def detect(self) -> Detection:
-        """Invert the last step on the owned ranges. Collective: no."""
+        """Invert the last step on the owned ranges, or read what the steps added up to. Collective: no."""
         if not self._settings.enabled:
             return Detection(reason=Reason.DELTA_DISABLED)
         if self._late:
@@ -160,7 +160,7 @@ class MegatronTrainer:
                 detail=f"{self._late[0]} is held in fp32 and sent whole, but with overlap_param_gather this "
                 f"rank has the current values of its own part only",
             )
-        return detect_changes(self.owned_slices(), self._journal.plan)
+        return self._baseline.detect()
 
     def gather_params(self) -> None:
         """Finish a parameter all-gather that is under way, or run one.
@@ -175,7 +175,7 @@ class MegatronTrainer:
 
     def committed(self) -> None:
         """Later detections count from the weights as they are now. Collective: no."""
-        self._journal.commit(self.owned_slices())
+        self._baseline.committed()
 
     def weights_replaced(self) -> None:
         """Tell that master weights were changed by something else than an optimizer step.
@@ -185,7 +185,7 @@ class MegatronTrainer:
 
         Collective: no.
         """
-        self._journal.forget()
+        self._baselines.weights_replaced()
 
     def convert(self, key: str, tensor: torch.Tensor) -> Sequence[tuple[str, torch.Tensor]]:
         """AWEX's HF names and tensors for a tensor shaped like `tensor(key)`. Collective: no."""
@@ -203,7 +203,7 @@ class MegatronTrainer:
 
     def detach(self) -> None:
         """Remove the optimizer hooks. Collective: no."""
-        self._journal.detach()
+        self._baseline.detach()
 
     @contextmanager
     def _without_grad_buffers(self) -> Iterator[None]:

@@ -12,9 +12,8 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from awex_delta.detect import detect_changes
 from awex_delta.errors import UnsupportedError
-from awex_delta.trainers.journal import StepJournal
+from awex_delta.trainers.baselines import Baselines
 from awex_delta.trainers.optimizers import moment, step_counts
 from awex_delta.types import DeltaSettings, Detection, OwnedSlice, TrainerLayout, WeightInfo, param_key
 from awex_delta.verdict import Reason
@@ -78,10 +77,13 @@ class TorchAdamWTrainer:
             tied_embeddings=tied_embeddings,
         )
         self._infos = tuple(self._info(name, tensor) for name, tensor in weights.items())
-        self._journal = StepJournal()
-        if settings.enabled:
-            sparse = [info.key for info in self._infos if info.sparse]
-            self._journal.watch(optimizer, {key: self._stepped[key] for key in sparse})
+        watched = {info.key: self._stepped[info.key] for info in self._infos if info.sparse}
+        self._baselines = Baselines(
+            self.owned_slices,
+            {optimizer: watched} if settings.enabled else {},
+            accumulate=settings.accumulate,
+        )
+        self._baseline = self._baselines.add()
 
     @classmethod
     def create(
@@ -199,17 +201,17 @@ class TorchAdamWTrainer:
             )
 
     def detect(self) -> Detection:
-        """Invert the last step on the owned parts. Collective: no."""
+        """Invert the last step on the owned parts, or read what the steps added up to. Collective: no."""
         if not self._settings.enabled:
             return Detection(reason=Reason.DELTA_DISABLED)
-        return detect_changes(self.owned_slices(), self._journal.plan)
+        return self._baseline.detect()
 
     def gather_params(self) -> None:
         """Nothing to gather: every rank steps whole parameters. Collective: no."""
 
     def committed(self) -> None:
         """Later detections count from the weights as they are now. Collective: no."""
-        self._journal.commit(self.owned_slices())
+        self._baseline.committed()
 
     def convert(self, key: str, tensor: torch.Tensor) -> Sequence[tuple[str, torch.Tensor]]:
         """The tensor under its own name, and as lm_head for a tied embedding. Collective: no."""
@@ -224,7 +226,7 @@ class TorchAdamWTrainer:
 
     def detach(self) -> None:
         """Remove the optimizer hooks. Collective: no."""
-        self._journal.detach()
+        self._baseline.detach()
 
     def _info(self, name: str, tensor: torch.Tensor) -> WeightInfo:
         key = param_key(name, 0)

@@ -33,6 +33,7 @@ TRAIN_SETTINGS = {
     "weight_update_delta_method": "adamw",
     "weight_update_anchor_interval": 20,
     "weight_update_delta_encoding": "indices",
+    "weight_update_delta_accumulate": False,
     "world_size_policy": "power_of_two",
     "weight_update_timeout_seconds": 300.0,
     "weight_update_connect_timeout_seconds": 300.0,

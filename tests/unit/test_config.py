@@ -158,10 +158,16 @@ CROSS_REFUSALS: list[tuple[Mapping[str, object], Mapping[str, object], list[str]
         [
             "train.ppo_n_minibatches = 4",
             "more than one optimizer step between two updates",
-            "Remedy: set ppo_n_minibatches: 1",
+            "Remedy: set weight_update_delta_accumulate: true, which follows every step for one byte",
+            "or set ppo_n_minibatches: 1",
         ],
     ),
     ({"ppo_n_minibatches": 0}, {}, ["train.ppo_n_minibatches = 0", "Remedy: set ppo_n_minibatches: 1"]),
+    (
+        {"ppo_n_minibatches": 0, "weight_update_delta_accumulate": True},
+        {},
+        ["train.ppo_n_minibatches = 0", "Remedy: set ppo_n_minibatches: 1"],
+    ),
     (
         {"backend": "megatron:d3"},
         {"backend": "vllm:t2"},
@@ -197,6 +203,13 @@ def test_with_the_flag_off_nothing_is_refused(
     resolved = resolve(off, rollout_config(**rollout))
     assert resolved.settings == DeltaSettings(enabled=False)
     assert resolved.topology is None
+
+
+@pytest.mark.parametrize("num_minibatches", [1, 2, 4])
+def test_accumulating_allows_several_minibatches(num_minibatches: int) -> None:
+    train = train_config(weight_update_delta_accumulate=True, ppo_n_minibatches=num_minibatches)
+    assert resolve(train, rollout_config()).settings.accumulate
+    assert not resolve(train_config(), rollout_config()).settings.accumulate
 
 
 def test_all_refusals_are_reported_at_once() -> None:
@@ -257,6 +270,10 @@ def test_the_policy_any_admits_other_sums() -> None:
         ({"weight_update_timeout_seconds": math.inf}, ["weight_update_timeout_seconds = inf", "finite"]),
         ({"weight_update_connect_timeout_seconds": -1}, ["weight_update_connect_timeout_seconds = -1"]),
         ({"enable_delta_weight_update": "true"}, ["enable_delta_weight_update = 'true'", "valid boolean"]),
+        (
+            {"weight_update_delta_accumulate": "yes"},
+            ["weight_update_delta_accumulate = 'yes'", "valid boolean", "one byte of memory"],
+        ),
         ({"use_lora": 1}, ["use_lora = 1", "valid boolean"]),
         ({"backend": 8}, ["backend = 8", "valid string", "megatron:d2p1t4"]),
         ({"version": 2}, ["version = 2", "valid string", "Deltas need `v2`"]),
@@ -333,16 +350,24 @@ def test_inherited_variables_mean_nothing_with_the_flag_off(clean_env: pytest.Mo
 @given(
     interval=st.integers(min_value=0, max_value=10**6),
     policy=st.sampled_from(get_args(WorldSizePolicy)),
+    accumulate=st.booleans(),
     release=st.booleans(),
     timeout=st.floats(min_value=1e-9, max_value=1e9),
     connect_timeout=st.floats(min_value=1e-9, max_value=1e9),
 )
 def test_workers_read_back_what_was_resolved(
-    *, interval: int, policy: str, release: bool, timeout: float, connect_timeout: float
+    *,
+    interval: int,
+    policy: str,
+    accumulate: bool,
+    release: bool,
+    timeout: float,
+    connect_timeout: float,
 ) -> None:
     train = train_config(
         weight_update_anchor_interval=interval,
         world_size_policy=policy,
+        weight_update_delta_accumulate=accumulate,
         weight_update_release_grad_buffers=release,
         weight_update_timeout_seconds=timeout,
         weight_update_connect_timeout_seconds=connect_timeout,
@@ -382,6 +407,7 @@ def test_an_empty_environment_means_off() -> None:
         ({"DTE_DELTA_ANCHOR_INTERVAL": None}, ["DTE_DELTA_ANCHOR_INTERVAL is not set"]),
         ({"DTE_DELTA_ANCHOR_INTERVAL": "9" * 5000}, ["whole number"]),
         ({"DTE_DELTA_ENCODING": "xor"}, ["DTE_DELTA_ENCODING is 'xor'", "indices"]),
+        ({"DTE_DELTA_ACCUMULATE": "yes"}, ["DTE_DELTA_ACCUMULATE is 'yes'", "1, true, True"]),
         ({"DTE_TIMEOUT_SECONDS": "nan"}, ["DTE_TIMEOUT_SECONDS is 'nan'", "positive number"]),
         ({"DTE_TIMEOUT_SECONDS": "soon"}, ["DTE_TIMEOUT_SECONDS is 'soon'"]),
         ({"DTE_CONNECT_TIMEOUT_SECONDS": "0"}, ["DTE_CONNECT_TIMEOUT_SECONDS is '0'"]),

@@ -1,0 +1,244 @@
+"""What changed since a commit: by inverting the one step that lies between, or by following every step.
+
+A baseline belongs to the engines of one pairing, and moves when an update of theirs commits. One trainer may
+have several, each at its own pace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from awex_delta.detect import detect_changes
+from awex_delta.errors import UnsupportedError
+from awex_delta.numerics.ulp import add_codes
+from awex_delta.trainers.journal import StepJournal
+from awex_delta.types import ChangeSet, Detection, OwnedSlice
+from awex_delta.verdict import Reason
+
+OwnedSlices = Callable[[], Iterable[OwnedSlice]]
+"""The owned slices of a trainer, as they stand now."""
+
+Watched = Mapping[torch.optim.Optimizer, Mapping[str, torch.Tensor]]
+"""By inner optimizer: key of the owned slice -> the tensor that it steps (the fp32 master)."""
+
+
+class Baseline(Protocol):
+    """The weights that some engines hold, as far as a trainer rank has to know them. Rank-local."""
+
+    def detect(self) -> Detection:
+        """What changed since the last `committed`, or why that is not known."""
+
+    def committed(self) -> None:
+        """The engines hold the current weights."""
+
+    def weights_replaced(self) -> None:
+        """Masters were changed by something else than a step: full until the next `committed`."""
+
+    def detach(self) -> None:
+        """Remove the hooks on the optimizers that exist for this baseline alone."""
+
+
+class Baselines:
+    """The baselines of one trainer rank."""
+
+    def __init__(self, owned_slices: OwnedSlices, watched: Watched, *, accumulate: bool) -> None:
+        """Hook nothing yet.
+
+        Args:
+            owned_slices: every owned slice with its live optimizer state.
+            watched: what steps them; optimizers that are not decoupled AdamW make every update full.
+            accumulate: follow every step. Otherwise a baseline covers one step at most.
+        """
+        self._owned_slices = owned_slices
+        self._watched = watched
+        self._follower = StepFollower(owned_slices, watched) if accumulate else None
+        self._all: list[Baseline] = []
+
+    def add(self) -> Baseline:
+        """A baseline that holds nothing before its first `committed`. Collective: no."""
+        if self._follower is not None:
+            baseline: Baseline = self._follower.add()
+        else:
+            baseline = OneStepBaseline(self._owned_slices, self._watched)
+        self._all.append(baseline)
+        return baseline
+
+    def weights_replaced(self) -> None:
+        """Tell all baselines that masters were changed by something else than a step. Collective: no."""
+        for baseline in self._all:
+            baseline.weights_replaced()
+
+
+class OneStepBaseline:
+    """Covers one step since its commit, without any memory: the step is inverted."""
+
+    def __init__(self, owned_slices: OwnedSlices, watched: Watched) -> None:
+        """Record every later step of the optimizers."""
+        self._owned_slices = owned_slices
+        self._journal = StepJournal()
+        for optimizer, params in watched.items():
+            self._journal.watch(optimizer, params)
+
+    def detect(self) -> Detection:
+        """Invert the one step. Collective: no."""
+        return detect_changes(self._owned_slices(), self._journal.plan)
+
+    def committed(self) -> None:
+        """Later detections count from the weights as they are now. Collective: no."""
+        self._journal.commit(self._owned_slices())
+
+    def weights_replaced(self) -> None:
+        """No step leads back to the last commit any more. Collective: no."""
+        self._journal.forget()
+
+    def detach(self) -> None:
+        """Remove the hooks. Collective: no."""
+        self._journal.detach()
+
+
+class StepFollower:
+    """Inverts every step once it is over, and adds what it changed to each of its baselines.
+
+    A step is over when the next one of the same optimizer begins, or when a baseline asks: by then the
+    masters have been rounded into the model's weights, and the moments are still those of the step.
+    """
+
+    def __init__(self, owned_slices: OwnedSlices, watched: Watched) -> None:
+        """Record every later step of the optimizers, and look at each before the next one begins."""
+        self._owned_slices = owned_slices
+        self._baselines: list[AccumulatedBaseline] = []
+        self._journal = StepJournal()
+        self._handles: list[RemovableHandle] = []
+        for optimizer, params in watched.items():
+            self._journal.watch(optimizer, params)
+            hook = partial(self._before_step, frozenset(params))
+            self._handles.append(optimizer.register_step_pre_hook(hook))
+
+    def add(self) -> AccumulatedBaseline:
+        """One more baseline. Collective: no."""
+        baseline = AccumulatedBaseline(self)
+        self._baselines.append(baseline)
+        return baseline
+
+    def remove(self, baseline: AccumulatedBaseline) -> None:
+        """Forget a baseline, and remove the hooks with the last one. Collective: no."""
+        self._baselines = [other for other in self._baselines if other is not baseline]
+        if not self._baselines:
+            self._journal.detach()
+            for handle in self._handles:
+                handle.remove()
+
+    def look(
+        self, keys: Collection[str] | None = None, *, without: AccumulatedBaseline | None = None
+    ) -> Sequence[OwnedSlice]:
+        """Add the step that is over to the baselines that follow.
+
+        Args:
+            keys: of the slices to look at; None means all.
+            without: a baseline that need not know.
+
+        Returns:
+            The slices, as they stand now.
+
+        Collective: no.
+        """
+        slices = [owned for owned in self._owned_slices() if keys is None or owned.key in keys]
+        following = [one for one in self._baselines if one.follows and one is not without]
+        if following:
+            detection = self._detect(slices)
+            for baseline in following:
+                baseline.add(detection, slices)
+        self._journal.commit(slices)
+        return slices
+
+    def _before_step(self, keys: Collection[str], *_: Any) -> None:
+        self.look(keys)
+
+    def _detect(self, slices: Sequence[OwnedSlice]) -> Detection:
+        try:
+            return detect_changes(slices, self._journal.plan)
+        except (UnsupportedError, RuntimeError) as error:  # training goes on; the next update is full
+            detail = f"{type(error).__name__}: {error}"
+            return Detection(reason=Reason.DETECTION_FAILED, detail=detail)
+
+
+class AccumulatedBaseline:
+    """Covers any number of steps since its commit, for one byte an owned element: its code plane.
+
+    What makes one step's changes unknown stays a doubt until the next commit, and the planes are freed.
+    """
+
+    def __init__(self, follower: StepFollower) -> None:
+        """Nothing is held before the first `committed`."""
+        self._follower = follower
+        self._planes: dict[str, torch.Tensor] = {}
+        self._doubt: Detection | None = Detection(reason=Reason.FIRST_SYNC)
+        self._detached = False
+
+    @property
+    def follows(self) -> bool:
+        """False while a full sync is due anyway."""
+        return self._doubt is None
+
+    def add(self, detection: Detection, slices: Sequence[OwnedSlice]) -> None:
+        """Add what one step changed.
+
+        Args:
+            detection: of these slices.
+            slices: as they were looked at.
+
+        Collective: no.
+        """
+        if detection.reason is not Reason.NONE:
+            self._distrust(detection)
+            return
+        of_key = {owned.key: owned for owned in slices}
+        for changes in detection.changes:
+            owned = of_key[changes.key]
+            plane = self._planes.get(changes.key)
+            if plane is None:
+                plane = torch.zeros(owned.stop - owned.start, dtype=torch.int8, device=changes.code.device)
+                self._planes[changes.key] = plane
+            place = changes.index - owned.start
+            plane[place] = add_codes(plane[place], changes.code)
+
+    def detect(self) -> Detection:
+        """What all steps since the commit changed together. Collective: no."""
+        slices = self._follower.look()
+        if self._doubt is not None:
+            return self._doubt
+        changes = []
+        for owned in slices:
+            plane = self._planes.get(owned.key)
+            place = plane.nonzero().view(-1) if plane is not None else torch.empty(0)
+            if plane is not None and place.numel():
+                changes.append(ChangeSet(key=owned.key, index=place + owned.start, code=plane[place]))
+        return Detection(changes=tuple(changes), num_owned=sum(owned.stop - owned.start for owned in slices))
+
+    def committed(self) -> None:
+        """Later detections count from the weights as they are now. Collective: no."""
+        self._follower.look(without=self)
+        for plane in self._planes.values():
+            plane.zero_()
+        if not self._detached:
+            self._doubt = None
+
+    def weights_replaced(self) -> None:
+        """No sum of steps leads back to the last commit any more. Collective: no."""
+        if self._doubt is None:
+            self._distrust(Detection(reason=Reason.STEP_GAP))
+
+    def detach(self) -> None:
+        """Follow no more steps: full from now on. Collective: no."""
+        self._detached = True
+        self._follower.remove(self)
+        self._distrust(Detection(reason=Reason.NO_STEP_RECORD))
+
+    def _distrust(self, detection: Detection) -> None:
+        self._doubt = detection
+        self._planes.clear()
