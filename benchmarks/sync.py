@@ -34,19 +34,11 @@ from awex_delta.testing.procs import Rank
 from awex_delta.testing.tiny_models import TinySpec, build_trainer, hf_config
 from awex_delta.trainers.megatron import MegatronTrainer
 from awex_delta.types import DeltaSettings, UpdateStats
+from benchmarks import live
 from benchmarks.environment import environment_record
 from benchmarks.link import LOOPBACK, SPEEDS, arguments, environment, hosts
 
 NUM_TRAINERS = NUM_ENGINES = 2
-MODEL: Mapping[str, Any] = {
-    "layers": 12,
-    "hidden": 768,
-    "heads": 12,
-    "kv_heads": 4,
-    "head_dim": 64,
-    "ffn": 2048,
-    "vocab_size": 24576,
-}
 SETTINGS = DeltaSettings(anchor_interval=0, timeout_seconds=300, connect_timeout_seconds=300)
 
 
@@ -87,16 +79,27 @@ def run(
 
     Args:
         link: "loopback", or a key of `benchmarks.link.SPEEDS`.
-        repeats: measured deltas, and as many full syncs.
+        repeats: measured deltas, and as many full syncs; afterwards as many deltas into a live vLLM.
         lr: of the AdamW; sets the share of changed elements.
         model: fields of `TinySpec`; a Qwen3 of 113 million parameters by default.
         timeout_seconds: of the whole run.
+
+    Returns:
+        What the two kinds of update cost, and from `benchmarks.live` what a live vLLM adds.
 
     Raises:
         NoLinkError: the link cannot be made here.
         RuntimeError: a rank failed; carries its output.
     """
-    versions = versions_of(repeats)
+    model = dict(model or live.MODEL)
+    summary = _run_ranks(link, versions_of(repeats), lr, model, timeout_seconds)
+    followed = live.run(model=model, lr=lr, repeats=repeats, timeout_seconds=timeout_seconds)
+    return {**summary, **{key: followed[key] for key in live.KEYS}, "live": followed}
+
+
+def _run_ranks(
+    link: str, versions: tuple[int, ...], lr: float, model: Mapping[str, Any], timeout_seconds: float
+) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder, hosts(link) as (trainer_host, engine_host):
         jobs = [
             Job(
@@ -106,7 +109,7 @@ def run(
                 address=trainer_host.address,
                 versions=versions,
                 lr=lr,
-                model=dict(model or MODEL),
+                model=model,
             )
             for role, count in (("trainer", NUM_TRAINERS), ("engine", NUM_ENGINES))
             for rank in range(count)

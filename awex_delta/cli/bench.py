@@ -15,6 +15,8 @@ app = typer.Typer(
     no_args_is_help=True, help="Measure detection, encodings and synchronization on this machine."
 )
 
+LIVE_FIELDS = ("apply_over_scatter", "vllm_sparse_over_apply", "pause_seconds")
+
 JsonOption = Annotated[Path | None, typer.Option("--json", help="Write the whole record here; - for stdout.")]
 
 
@@ -41,7 +43,10 @@ def sync(
     ] = "loopback",
     repeats: Annotated[int, typer.Option(help="Measured deltas, and as many full syncs.", min=1)] = 3,
 ) -> None:
-    """A delta against AWEX's full sync: two Megatron trainer ranks, two engine ranks, 113 million weights."""
+    """A delta against AWEX's full sync: two Megatron trainer ranks, two engine ranks, 113 million weights.
+
+    Then deltas into a live vLLM, where it is installed, against a bare scatter and vLLM's own sparse loader.
+    """
     module, links = _benchmark("sync"), _benchmark("link")
     known = [links.LOOPBACK, *links.SPEEDS]
     if link not in known:
@@ -61,8 +66,10 @@ def sync(
     _show(
         record,
         json_path,
-        (*fields, "delta_seconds", "full_seconds", "training_collective_bytes", "identical"),
+        (*fields, "delta_seconds", "full_seconds", "training_collective_bytes", "identical", *LIVE_FIELDS),
     )
+    if record["live"]["reason"]:
+        Console(stderr=True).print(f"Nothing was measured in a live vLLM: {record['live']['reason']}")
 
 
 @app.command()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +33,10 @@ from tests.procs.vllm_members import (
 )
 from tests.procs.vllm_training import NUM_VERSIONS, Training, config_only, plan_of
 
-pytest.importorskip("vllm", reason="vLLM is not installed: make vllm")
-
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed: make vllm"),
+]
 
 ABORTED = 4
 
@@ -117,14 +119,21 @@ def test_vllm_ranks_hold_their_parts(
     engine = member(VllmOptions(tp=2, ep=ep))
     engine.ask("load", config_only(plan, tmp_path / "config"), "dummy")
     engine.ask("connect", init_info(training.rendezvous, SETTINGS))
+    addresses = engine.ask("rpc", addresses_of)
+    seen: list[Answers] = []
     for version in range(1, NUM_VERSIONS + 1):
-        engine.ask("update", version)
+        assert engine.ask("update", version) == STEPS
+        seen.append(engine.ask("generate"))
         checkpoint = training.checkpoint(version)
         assert differing(load_file(checkpoint / "model.safetensors"), engine.ask("rpc", state_of)) == []
-    followed = engine.ask("generate")
-    engine.ask("load", checkpoint)
-    assert followed == engine.ask("generate")
+    assert engine.ask("rpc", addresses_of) == addresses
     training.outcome()
+    # Starting two workers takes long: the oracle starts with one version, and loads the others in turn.
+    engine.ask("load", training.checkpoint(1))
+    for version, followed in enumerate(seen, start=1):
+        engine.ask("reload", training.checkpoint(version))
+        assert followed == engine.ask("generate"), version
+    assert len({json.dumps(answers) for answers in seen}) == NUM_VERSIONS
 
 
 def test_a_failed_update_keeps_requests_stopped_and_the_cache_untouched(

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,10 @@ from tests.docs.blocks import python_blocks
 from tests.procs.vllm_members import PROMPTS, SETTINGS
 from tests.procs.vllm_training import NUM_VERSIONS, Training, config_only, plan_of
 
-pytest.importorskip("vllm", reason="vLLM is not installed: make vllm")
-
-pytestmark = pytest.mark.timeout(500)
+pytestmark = [
+    pytest.mark.timeout(500),
+    pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed: make vllm"),
+]
 
 LONG = 600
 

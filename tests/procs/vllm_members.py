@@ -145,6 +145,12 @@ class _Server:
             weight_transfer_config={"backend": backend} if backend else None,
         )
 
+    def reload(self, checkpoint: Path) -> None:
+        """vLLM's own loading of another checkpoint into the model that is there."""
+        self.rpc("reload_weights", None, str(checkpoint))
+        if not self.reset_prefix_cache():
+            raise RuntimeError("vLLM did not drop its prefix cache")
+
     def unload(self) -> None:
         if self._llm is not None:
             from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
@@ -205,7 +211,7 @@ class _Server:
         return version
 
     def rpc(self, function: Any, *args: Any) -> list[Any]:
-        """Call `function(worker, *args)` in every worker."""
+        """Call `function(worker, *args)`, or the worker's method of that name, in every worker."""
         answers: list[Any] = self._llm.collective_rpc(function, args=args)
         return answers
 
