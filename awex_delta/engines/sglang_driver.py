@@ -86,7 +86,7 @@ class SglangDriver:
 
     @property
     def in_doubt(self) -> bool:
-        """True from the begin of an update until it is published: SGLang cannot tell what its workers hold."""
+        """True from the begin of an update until it is published: nobody said what the workers hold."""
         return self._in_doubt
 
     def connect(self) -> None:

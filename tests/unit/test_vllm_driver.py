@@ -322,7 +322,9 @@ def test_any_answer_but_true_means_the_cache_was_not_dropped(server: Server, ans
     ("answer", "stopped"),
     [({"is_paused": False}, False), ({"is_paused": True}, True), ({}, True), ({"is_paused": "false"}, True)],
 )
-def test_a_server_is_asked_whether_requests_stand_still(server: Server, answer: object, stopped: bool) -> None:
+def test_a_server_is_asked_whether_requests_stand_still(
+    server: Server, answer: object, stopped: bool
+) -> None:
     server.answers["is_paused"] = (200, answer)
     driver = VllmDriver(HttpControl(server.url))
     driver.connect({"engine": "a"})
