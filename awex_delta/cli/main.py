@@ -49,6 +49,12 @@ def bench(context: typer.Context) -> None:
     _run("bench", context)
 
 
+@app.command(context_settings=_FORWARD, help="Serve the HTTP control plane: connect, update, disconnect.")
+def gateway(context: typer.Context) -> None:
+    """Serve the gateway."""
+    _run("gateway", context)
+
+
 def _run(name: str, context: typer.Context) -> None:
     """Hand the remaining arguments to the subcommand."""
     module = importlib.import_module(f"awex_delta.cli.{name}")

@@ -37,6 +37,9 @@ class VllmControl(Protocol):
     def resume(self) -> None:
         """Schedule requests again."""
 
+    def paused(self) -> bool:
+        """True where vLLM schedules no request now, whoever stopped it."""
+
     def init(self, info: Mapping[str, Any]) -> None:
         """`init_weight_transfer_engine` in every worker."""
 
@@ -51,6 +54,9 @@ class VllmControl(Protocol):
 
     def reset_prefix_cache(self, *, running: bool) -> bool:
         """Drop the prefix cache; with `running`, also what paused requests hold. False if it was not."""
+
+    def leave(self) -> None:
+        """`shutdown_weight_transfer_engine` in every worker, which closes its connection to the trainer."""
 
 
 class OfflineControl:
@@ -71,6 +77,10 @@ class OfflineControl:
         """See `VllmControl.resume`."""
         self._llm.wake_up(tags=["scheduling"])
 
+    def paused(self) -> bool:
+        """See `VllmControl.paused`."""
+        return bool(self._llm.llm_engine.is_sleeping())
+
     def init(self, info: Mapping[str, Any]) -> None:
         """See `VllmControl.init`."""
         self._llm.init_weight_transfer_engine({"init_info": dict(info)})
@@ -90,6 +100,10 @@ class OfflineControl:
     def reset_prefix_cache(self, *, running: bool) -> bool:
         """See `VllmControl.reset_prefix_cache`."""
         return bool(self._llm.reset_prefix_cache(reset_running_requests=running, reset_connector=True))
+
+    def leave(self) -> None:
+        """See `VllmControl.leave`."""
+        self._llm.collective_rpc("shutdown_weight_transfer_engine")
 
 
 class HttpControl:
@@ -114,6 +128,10 @@ class HttpControl:
         """See `VllmControl.resume`."""
         self._post("resume")
 
+    def paused(self) -> bool:
+        """See `VllmControl.paused`. Anything but a clear no means yes: requests stay stopped then."""
+        return self._call("GET", "is_paused").get("is_paused") is not False
+
     def init(self, info: Mapping[str, Any]) -> None:
         """See `VllmControl.init`."""
         self._post("init_weight_transfer_engine", json={"init_info": dict(info)})
@@ -136,10 +154,18 @@ class HttpControl:
         answer = self._post("reset_prefix_cache", params=flags)
         return answer.get("success") is True
 
+    def leave(self) -> None:
+        """See `VllmControl.leave`."""
+        self._post("shutdown_weight_transfer_engine")
+
     def _post(self, route: str, **body: Any) -> dict[str, Any]:
+        return self._call("POST", route, **body)
+
+    def _call(self, method: str, route: str, **body: Any) -> dict[str, Any]:
+        url = f"{self._url}/{route}"
         try:
-            answer = requests.post(
-                f"{self._url}/{route}", headers=self._headers, timeout=self._timeout_seconds, **body
+            answer = requests.request(
+                method, url, headers=self._headers, timeout=self._timeout_seconds, **body
             )
         except requests.RequestException as error:
             raise UpdateError(f"vLLM at {self._url} does not answer to {route}: {error}") from error
@@ -178,23 +204,36 @@ class VllmDriver:
         self._control = control
         self._running: Running = running
         self._stopped = False
+        self._version: int | None = None
+
+    @property
+    def version(self) -> int | None:
+        """The last version that this driver brought the deployment to; None before the first."""
+        return self._version
+
+    @property
+    def stopped(self) -> bool:
+        """True while requests stand still after an update that failed, or one that still runs."""
+        return self._stopped
 
     def connect(self, info: Mapping[str, Any]) -> None:
         """Meet the trainer; requests stand still meanwhile. Returns once all ranks agreed on the plan.
 
-        Connecting touches no weight, so requests go on afterwards, unless a failed update stopped them.
+        Connecting touches no weight, so requests go on afterwards. Where they stood still before, they
+        stay so: a failed update may have stopped them, through this driver or through one of a process
+        that is gone, and the weights may be a mixture.
 
         Args:
             info: from `init_info`.
 
         Collective: over all trainer and engine ranks: the trainer's `connect` must run meanwhile.
         """
-        stopped = self._stopped
+        self._stopped = self._stopped or self._control.paused()
         self._control.pause("keep")
         try:
             self._control.init(info)
         finally:
-            if not stopped:
+            if not self._stopped:
                 self._control.resume()
 
     def update_weights(self, version: int) -> None:
@@ -215,12 +254,17 @@ class VllmDriver:
         self._control.start()
         self._control.update({"version": version})
         self._control.finish(str(version))
+        self._version = version
         if not self._control.reset_prefix_cache(running=self._running == "pause"):
             raise UpdateError(
                 f"version {version} is committed, but vLLM did not drop its prefix cache, which the old "
                 f"weights filled (blocks are still held). Requests stay stopped: update again"
             )
         self.resume()
+
+    def disconnect(self) -> None:
+        """Leave the pairing. Weights and requests stay as they are. Collective: no."""
+        self._control.leave()
 
     def resume(self) -> None:
         """Let requests go on after a failed update, with the weights as they are. Collective: no."""

@@ -57,7 +57,7 @@ FLOORS = {
     "cli": 8,  # the demo runs on those fakes
 }
 # `attach` offers adapters of frameworks that may not all be installed.
-LATE_IMPORTS_ALLOWED = ("trainers", "engines", "testing", "cli", "attach")
+LATE_IMPORTS_ALLOWED = ("trainers", "engines", "testing", "cli", "attach", "gateway.adapters")
 PURE = ("numerics", "wire", "plan")
 IMPURE_MODULES = (
     "asyncio",

@@ -45,12 +45,16 @@ ROLLOUT_SETTINGS = {"backend": None, "version": "v2", "scheduling_strategy": Sch
 STRATEGY_SETTINGS = {"type": "separation", "target": None}
 
 # Packages that a user may lack, and the modules that exist for them alone.
-OPTIONAL_PACKAGES = ("apex", "sglang", "transformer_engine", "vllm")
+OPTIONAL_PACKAGES = (
+    *("apex", "sglang", "transformer_engine", "vllm"),
+    *("fastapi", "httpx", "prometheus_client", "uvicorn"),
+)
 NEED_AN_OPTIONAL_PACKAGE = (
     "awex_delta.engines.sglang",
     "awex_delta.engines.vllm",
     "awex_delta.engines.vllm_backend",
     "awex_delta.engines.vllm_proof",
+    "awex_delta.gateway",
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 from collections.abc import Iterator, Mapping
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from awex_delta.engines.vllm_async import AsyncControl
 from awex_delta.engines.vllm_driver import HttpControl, OfflineControl, Running, VllmDriver, init_info
 from awex_delta.errors import ConfigError, UpdateError
 from awex_delta.rendezvous import Rendezvous
@@ -23,6 +25,7 @@ class FakeControl:
         self.calls: list[str] = []
         self.fails = fails
         self.dropped = dropped
+        self.stands_still = False
 
     def _call(self, name: str, *given: object) -> None:
         self.calls.append(" ".join([name, *map(str, given)]))
@@ -31,9 +34,17 @@ class FakeControl:
 
     def pause(self, mode: str) -> None:
         self._call("pause", mode)
+        self.stands_still = True
 
     def resume(self) -> None:
         self._call("resume")
+        self.stands_still = False
+
+    def paused(self) -> bool:
+        return self.stands_still
+
+    def leave(self) -> None:
+        self._call("leave")
 
     def init(self, info: Mapping[str, Any]) -> None:
         self._call("init", info["engine"])
@@ -85,6 +96,22 @@ def test_after_a_failure_nothing_is_dropped_and_requests_stay_stopped(fails: str
     assert control.calls[-3:] == ["pause keep", "init vllm", "resume"]
 
 
+def test_a_new_driver_does_not_let_requests_go_on_that_an_earlier_one_stopped() -> None:
+    control = FakeControl("update")
+    with pytest.raises(UpdateError, match="injected in update"):
+        VllmDriver(control).update_weights(1)
+    control.fails, control.calls = "", []
+    driver = VllmDriver(control)  # as after a restart of the process that drives
+    driver.connect({"engine": "vllm"})
+    assert control.calls == ["pause keep", "init vllm"], "requests went on with weights of a failed update"
+    assert (driver.stopped, driver.version) == (True, None)
+    driver.update_weights(2)
+    assert control.calls[-1] == "resume"
+    assert (driver.stopped, driver.version, control.stands_still) == (False, 2, False)
+    driver.disconnect()
+    assert control.calls[-1] == "leave"
+
+
 def test_a_cache_that_was_not_dropped_is_an_error_and_requests_stay_stopped() -> None:
     control = FakeControl(dropped=False)
     driver = VllmDriver(control, running="finish")
@@ -126,6 +153,14 @@ class FakeLlm:
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, Any]] = []
+        self.llm_engine = self
+        self.sleeps = False
+
+    def is_sleeping(self) -> bool:
+        return self.sleeps
+
+    def collective_rpc(self, method: str) -> None:
+        self.calls.append(("rpc", method))
 
     def sleep(self, level: int, mode: str) -> None:
         self.calls.append(("sleep", (level, mode)))
@@ -158,6 +193,66 @@ def test_an_llm_object_is_paused_at_level_zero_which_keeps_its_weights() -> None
         ("reset", (True, True)),
         ("wake_up", ["scheduling"]),
     ]
+    OfflineControl(llm).leave()
+    assert llm.calls[-1] == ("rpc", "shutdown_weight_transfer_engine")
+    assert not OfflineControl(llm).paused()
+    llm.sleeps = True
+    assert OfflineControl(llm).paused()
+
+
+class FakeAsyncLlm:
+    """The coroutines of `vllm.AsyncLLM` that the driver awaits."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, Any]] = []
+        self.stands_still = False
+
+    async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
+        self.calls.append(("pause", (mode, clear_cache)))
+        self.stands_still = True
+
+    async def resume_generation(self) -> None:
+        self.calls.append(("resume", None))
+        self.stands_still = False
+
+    async def is_paused(self) -> bool:
+        return self.stands_still
+
+    async def init_weight_transfer_engine(self, request: Any) -> None:
+        self.calls.append(("init", request.init_info))
+
+    async def start_weight_update(self) -> None:
+        self.calls.append(("start", None))
+
+    async def update_weights(self, request: Any) -> None:
+        self.calls.append(("update", request.update_info))
+
+    async def finish_weight_update(self, weight_version: str) -> None:
+        self.calls.append(("finish", weight_version))
+
+    async def reset_prefix_cache(self, *, reset_running_requests: bool, reset_connector: bool) -> bool:
+        self.calls.append(("reset", (reset_running_requests, reset_connector)))
+        return True
+
+    async def shutdown_weight_transfer_engine(self) -> None:
+        self.calls.append(("leave", None))
+
+
+def test_an_async_llm_is_driven_from_another_thread_while_its_loop_runs() -> None:
+    llm = FakeAsyncLlm()
+
+    async def serve() -> None:
+        driver = VllmDriver(AsyncControl(llm, asyncio.get_running_loop()), running="abort")
+        await asyncio.to_thread(driver.connect, {"engine": "a"})
+        await asyncio.to_thread(driver.update_weights, 3)
+        await asyncio.to_thread(driver.disconnect)
+
+    asyncio.run(serve())
+    assert llm.calls == [
+        *(("pause", ("keep", False)), ("init", {"engine": "a"}), ("resume", None)),
+        *(("pause", ("abort", False)), ("start", None), ("update", {"version": 3}), ("finish", "3")),
+        *(("reset", (False, True)), ("resume", None), ("leave", None)),
+    ]
 
 
 class Server:
@@ -169,6 +264,9 @@ class Server:
         server = self
 
         class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self.do_POST()
+
             def do_POST(self) -> None:
                 body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
                 server.asked.append((self.path, self.headers["Authorization"], json.loads(body or b"null")))
@@ -218,6 +316,23 @@ def test_any_answer_but_true_means_the_cache_was_not_dropped(server: Server, ans
     with pytest.raises(UpdateError, match="did not drop its prefix cache"):
         VllmDriver(HttpControl(server.url)).update_weights(5)
     assert "/resume" not in [path for path, _, _ in server.asked]
+
+
+@pytest.mark.parametrize(
+    ("answer", "stopped"),
+    [({"is_paused": False}, False), ({"is_paused": True}, True), ({}, True), ({"is_paused": "false"}, True)],
+)
+def test_a_server_is_asked_whether_requests_stand_still(
+    server: Server, answer: object, stopped: bool
+) -> None:
+    server.answers["is_paused"] = (200, answer)
+    driver = VllmDriver(HttpControl(server.url))
+    driver.connect({"engine": "a"})
+    driver.disconnect()
+    asked = [path.partition("?")[0] for path, _, _ in server.asked]
+    resumed = [] if stopped else ["/resume"]
+    begin = ["/is_paused", "/pause", "/init_weight_transfer_engine"]
+    assert asked == [*begin, *resumed, "/shutdown_weight_transfer_engine"]
 
 
 def test_a_refusing_or_absent_server_is_an_error_with_the_remedy(server: Server) -> None:

@@ -1,0 +1,239 @@
+"""From the objects that a user has to the side that a router serves, or a refusal that names their types."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from awex_delta.attach import attach_transformers
+from awex_delta.engines.sglang_driver import EngineControl, SglangDriver
+from awex_delta.engines.sglang_loader import Instruction
+from awex_delta.engines.vllm_async import AsyncControl
+from awex_delta.engines.vllm_driver import OfflineControl, VllmDriver
+from awex_delta.errors import ConfigError, UnsupportedError
+from awex_delta.gateway.sides import End, Order, ReceiverEnd, SenderEnd, SglangEnd, Side, VllmEnd
+from awex_delta.receiver import Receiver
+from awex_delta.sender import Sender
+from awex_delta.trainers.torch_adamw import TorchAdamWTrainer
+from awex_delta.types import DeltaSettings, EngineView, TrainerView
+
+_TRAINERS = (
+    "Megatron's model chunks with its optimizer and an hf_config, a torch module or a mapping of tensors "
+    "with a torch.optim.AdamW and masters, a TrainerView, a Sender, or a mapping of pair names to Senders"
+)
+_ENGINES = (
+    "a transformers model, an EngineView, a vLLM LLM, AsyncLLM or VllmDriver, an SGLang Engine, or a Receiver"
+)
+
+
+def trainer_side(
+    trained: Any,
+    optimizer: Any = None,
+    *,
+    hf_config: Any = None,
+    masters: Mapping[str, torch.Tensor] | None = None,
+    router_dtype: str = "bf16",
+) -> Side:
+    """The side of one trainer rank; the arguments are those of `trainer_router`.
+
+    Raises:
+        UnsupportedError: the objects are of no known kind.
+
+    Collective: no.
+    """
+    if isinstance(trained, Sender):
+        return _trainer("Sender", lambda _: SenderEnd(trained), brings_meeting=True, num_pairs=1)
+    if isinstance(trained, Mapping) and trained and all(isinstance(v, Sender) for v in trained.values()):
+        return _trainer("Senders", lambda order: _named_sender(trained, order), brings_meeting=True)
+    if optimizer is None and isinstance(trained, TrainerView):
+        return _trainer(type(trained).__name__, lambda order: _view_end(trained, order), num_pairs=1)
+    if isinstance(optimizer, torch.optim.AdamW):
+        weights = _named_tensors(trained)
+        if weights is not None and masters is not None:
+            return _torch_trainer(weights, masters, optimizer)
+        if weights is not None:
+            raise UnsupportedError(
+                "a torch.optim.AdamW needs masters: by name, the fp32 tensor that it steps for a bf16 weight"
+            )
+    if _is(optimizer, "megatron", "MegatronOptimizer"):
+        chunks = trained if isinstance(trained, Sequence) else [trained]
+        if hf_config is None:
+            raise UnsupportedError(
+                "Megatron's model and optimizer need hf_config, that of the served HF model"
+            )
+        return _megatron_trainer(chunks, optimizer, hf_config, router_dtype)
+    raise UnsupportedError(
+        f"no adapter for a trainer of {_name(trained)} with an optimizer of {_name(optimizer)}; "
+        f"give {_TRAINERS}"
+    )
+
+
+def engine_side(engine: Any, *, num_ranks: int | None = None) -> Side:
+    """The side of one engine; the arguments are those of `engine_router`.
+
+    Raises:
+        UnsupportedError: the object is of no known kind.
+        ConfigError: `num_ranks` is missing, or given where it is known.
+
+    Collective: no.
+    """
+    if isinstance(engine, VllmDriver):
+        if num_ranks is None or num_ranks < 1:
+            raise ConfigError(f"num_ranks={num_ranks}: say how many workers the VllmDriver's deployment has")
+        return _engine("VllmDriver", lambda order: VllmEnd(engine, order), num_ranks=num_ranks)
+    if num_ranks is not None:
+        raise ConfigError(f"num_ranks={num_ranks}: leave it out, it is known for {_name(engine)}")
+    if isinstance(engine, Receiver):
+        return _engine("Receiver", lambda _: ReceiverEnd(engine), brings_meeting=True)
+    if _is(engine, "transformers", "PreTrainedModel"):
+        return _engine("transformers", lambda order: _transformers_end(engine, order))
+    if _is(engine, "vllm", "AsyncLLM"):
+        ranks = _vllm_ranks(engine.vllm_config)
+        return _engine("vLLM", lambda order: VllmEnd(_async_driver(engine, order), order), num_ranks=ranks)
+    if _is(engine, "vllm", "LLM"):
+        ranks = _vllm_ranks(engine.llm_engine.vllm_config)
+        return _engine(
+            "vLLM", lambda order: VllmEnd(VllmDriver(OfflineControl(engine)), order), num_ranks=ranks
+        )
+    if _is(engine, "sglang", "Engine"):
+        ranks = int(engine.server_args.tp_size)
+        return _engine("SGLang", lambda order: _sglang_end(engine, order, ranks), num_ranks=ranks)
+    if isinstance(engine, EngineView):
+        return _engine(type(engine).__name__, lambda order: _engine_end(engine, order))
+    raise UnsupportedError(f"no adapter for an engine of {_name(engine)}; give {_ENGINES}")
+
+
+def _is(value: Any, package: str, name: str) -> bool:
+    """Whether a class of that name and package is among the bases, without importing the package."""
+    return any(b.__name__ == name and b.__module__.partition(".")[0] == package for b in type(value).__mro__)
+
+
+def _name(value: Any) -> str:
+    if isinstance(value, list | tuple) and value:
+        return f"{type(value).__name__} of {_name(value[0])}"
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def _trainer(
+    kind: str, open_end: Callable[[Order], End], *, brings_meeting: bool = False, num_pairs: int | None = None
+) -> Side:
+    return Side(
+        role="trainer",
+        kind=kind,
+        num_ranks=1,
+        brings_meeting=brings_meeting,
+        num_pairs=num_pairs,
+        open=open_end,
+    )
+
+
+def _engine(
+    kind: str, open_end: Callable[[Order], End], *, num_ranks: int = 1, brings_meeting: bool = False
+) -> Side:
+    return Side(
+        role="engine",
+        kind=kind,
+        num_ranks=num_ranks,
+        brings_meeting=brings_meeting,
+        num_pairs=1,  # it holds one version of one trainer's weights
+        open=open_end,
+    )
+
+
+def _named_sender(senders: Mapping[str, Sender], order: Order) -> End:
+    if order.pair not in senders:
+        raise ConfigError(f"pair={order.pair!r}: this trainer has senders for {', '.join(sorted(senders))}")
+    return SenderEnd(senders[order.pair])
+
+
+def _view_end(view: TrainerView, order: Order, after_close: Callable[[], None] | None = None) -> SenderEnd:
+    rank = int(view.layout().rank_info["global_rank"])
+    device = next((view.tensor(info.key).device for info in view.weights()), None)
+    sender = Sender(view, order.rendezvous, rank, order.settings, device=device)
+    return SenderEnd(sender, after_close)
+
+
+def _named_tensors(trained: Any) -> Mapping[str, torch.Tensor] | None:
+    if isinstance(trained, torch.nn.Module):
+        return trained.state_dict(keep_vars=True)
+    if isinstance(trained, Mapping) and all(isinstance(v, torch.Tensor) for v in trained.values()):
+        return trained
+    return None
+
+
+def _torch_trainer(
+    weights: Mapping[str, torch.Tensor], masters: Mapping[str, torch.Tensor], optimizer: torch.optim.AdamW
+) -> Side:
+    def make(settings: DeltaSettings) -> TorchAdamWTrainer:
+        return TorchAdamWTrainer(weights=weights, masters=masters, optimizer=optimizer, settings=settings)
+
+    make(DeltaSettings(enabled=False))  # what cannot work is refused now, not at the first connect
+
+    def open_end(order: Order) -> End:
+        view = make(order.settings)
+        return _view_end(view, order, view.detach)
+
+    return _trainer("torch AdamW", open_end)
+
+
+def _megatron_trainer(chunks: Sequence[Any], optimizer: Any, hf_config: Any, router_dtype: str) -> Side:
+    def open_end(order: Order) -> End:
+        from awex_delta.trainers.megatron import MegatronTrainer
+
+        view = MegatronTrainer.attach(
+            chunks, optimizer, hf_config, settings=order.settings, router_dtype=router_dtype
+        )
+        return _view_end(view, order, view.detach)
+
+    return _trainer("Megatron", open_end)
+
+
+def _engine_end(view: EngineView, order: Order) -> End:
+    device = next((entry.view.device for entry in view.tensors()), None)
+    return ReceiverEnd(
+        Receiver(view, order.rendezvous, order.first_rank, order.engine, order.settings, device=device)
+    )
+
+
+def _transformers_end(model: Any, order: Order) -> End:
+    return ReceiverEnd(
+        attach_transformers(
+            model,
+            rendezvous=order.rendezvous,
+            engine_rank=order.first_rank,
+            settings=order.settings,
+            engine=order.engine,
+        )
+    )
+
+
+def _vllm_ranks(config: Any) -> int:
+    return int(config.parallel_config.world_size * config.parallel_config.data_parallel_size)
+
+
+def _async_driver(llm: Any, order: Order) -> VllmDriver:
+    return VllmDriver(AsyncControl(llm, order.loop or asyncio.get_running_loop()))
+
+
+def _sglang_end(engine: Any, order: Order, num_ranks: int) -> End:
+    meeting = order.rendezvous
+    if order.first_rank + num_ranks > meeting.num_engine_ranks:
+        raise ConfigError(
+            f"first_rank={order.first_rank}: {num_ranks} workers do not fit "
+            f"{meeting.num_engine_ranks} engine ranks"
+        )
+    asked = Instruction(
+        action="connect",
+        engine=order.engine,
+        first_engine_rank=order.first_rank,
+        num_engine_ranks=meeting.num_engine_ranks,
+        num_trainer_ranks=meeting.num_trainer_ranks,
+        host=meeting.host,
+        port=meeting.port,
+        pair=meeting.name,
+        settings=order.settings,
+    )
+    return SglangEnd(SglangDriver(EngineControl(engine), asked))

@@ -1,0 +1,156 @@
+"""Asks sides over HTTP. What they answer is checked like anything that comes from a network."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+import httpx
+from pydantic import BaseModel, ValidationError
+
+from awex_delta.gateway.models import Problem
+from awex_delta.gateway.side_models import Attempt, SideAnswer, SideState, Verb
+
+_MAX_ANSWER_BYTES = 1 << 20
+_CONNECT_SECONDS = 10.0
+
+Answer = TypeVar("Answer")
+Model = TypeVar("Model", bound=BaseModel)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SideFailure:
+    """One side did not do what it was asked. status: None where it did not answer at all."""
+
+    status: int | None
+    text: str
+
+
+class Sides:
+    """Calls to sides, all at once."""
+
+    def __init__(self, token: str | None, transport: httpx.AsyncBaseTransport | None = None) -> None:
+        """Open nothing yet.
+
+        Args:
+            token: what sides ask for.
+            transport: how requests travel; None for the network.
+        """
+        headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+        # No proxy and no redirect: the token goes to the URL that was named, and nowhere else.
+        self._client = httpx.AsyncClient(
+            transport=transport,
+            headers=headers,
+            trust_env=False,
+            follow_redirects=False,
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
+        )
+
+    async def states(self, urls: Sequence[str], *, seconds: float) -> dict[str, SideState | SideFailure]:
+        """Who each side is and what it holds."""
+
+        async def ask(url: str) -> SideState | SideFailure:
+            return await self._ask("GET", f"{url}/state", None, SideState, seconds)
+
+        return dict(zip(urls, await asyncio.gather(*map(ask, urls)), strict=True))
+
+    async def call(
+        self, verb: Verb, calls: Mapping[str, Attempt], *, seconds: float, grace_seconds: float
+    ) -> dict[str, SideAnswer | SideFailure]:
+        """Ask every side for one verb, all at once.
+
+        Args:
+            verb: the last part of the path.
+            calls: by URL of the side.
+            seconds: longest wait for all of them.
+            grace_seconds: longest wait for the others once one of them has failed.
+        """
+
+        async def ask(url: str, call: Attempt) -> SideAnswer | SideFailure:
+            return await self._ask("POST", f"{url}/{verb}", call, SideAnswer, None)
+
+        return await gather_with_grace(
+            {url: lambda url=url, call=call: ask(url, call) for url, call in calls.items()},  # type: ignore[misc]
+            seconds=seconds,
+            grace_seconds=grace_seconds,
+        )
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._client.aclose()
+
+    async def _ask(
+        self,
+        method: Literal["GET", "POST"],
+        url: str,
+        body: BaseModel | None,
+        model: type[Model],
+        seconds: float | None,
+    ) -> Model | SideFailure:
+        content = None if body is None else body.model_dump_json()
+        timeout = httpx.Timeout(seconds, connect=min(seconds or _CONNECT_SECONDS, _CONNECT_SECONDS))
+        headers = {"Content-Type": "application/json"}
+        received = bytearray()
+        try:
+            async with self._client.stream(
+                method, url, content=content, headers=headers, timeout=timeout
+            ) as response:
+                async for part in response.aiter_bytes():
+                    received += part
+                    if len(received) > _MAX_ANSWER_BYTES:
+                        return SideFailure(status=None, text="its answer is too long for a side's")
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            return SideFailure(status=None, text=f"does not answer ({type(error).__name__})")
+        if response.status_code == 200:
+            return _parsed(model, bytes(received))
+        problem = _parsed(Problem, bytes(received))
+        if isinstance(problem, SideFailure):
+            return SideFailure(
+                status=response.status_code, text=f"answers {response.status_code}: is a side's router there?"
+            )
+        return SideFailure(status=response.status_code, text=f"{problem.error}: {problem.detail}")
+
+
+def _parsed(model: type[Model], text: bytes) -> Model | SideFailure:
+    try:
+        return model.model_validate_json(text)
+    except ValidationError:
+        return SideFailure(
+            status=None, text="its answer is none of a side's router: does it run this version?"
+        )
+
+
+async def gather_with_grace(
+    calls: Mapping[str, Callable[[], Awaitable[Answer | SideFailure]]],
+    *,
+    seconds: float,
+    grace_seconds: float,
+) -> dict[str, Answer | SideFailure]:
+    """Run all calls at once, and do not wait for ever for those that are left once one has failed.
+
+    Args:
+        calls: by URL.
+        seconds: longest wait altogether.
+        grace_seconds: longest wait after the first failure.
+
+    Returns:
+        By URL, in the order of `calls`; a call that was not awaited to its end is a SideFailure.
+    """
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + seconds
+    tasks = {url: asyncio.ensure_future(call()) for url, call in calls.items()}
+    pending: set[asyncio.Future[Answer | SideFailure]] = set(tasks.values())
+    try:
+        while pending and loop.time() < deadline:
+            done, pending = await asyncio.wait(
+                pending, timeout=deadline - loop.time(), return_when=asyncio.FIRST_COMPLETED
+            )
+            if any(isinstance(one.result(), SideFailure) for one in done):
+                deadline = min(deadline, loop.time() + grace_seconds)
+    finally:
+        for one in pending:
+            one.cancel()
+    late = SideFailure(status=None, text="did not answer in time")
+    return {url: late if task in pending else task.result() for url, task in tasks.items()}

@@ -1,0 +1,119 @@
+"""What the gateway and the sides tell each other."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, Field, StringConstraints
+
+from awex_delta.gateway.models import STRICT, Count, Index, Life, Name, PairConfig, Version
+from awex_delta.types import UpdateStats
+from awex_delta.verdict import Reason
+
+Verb = Literal["connect", "update_weights", "publish", "disconnect"]
+
+
+class Meeting(BaseModel):
+    """The `Rendezvous` of a pair."""
+
+    model_config = STRICT
+
+    host: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9.:_-]{1,255}$")]
+    port: Annotated[int, Field(gt=0, lt=65536, strict=True)]
+    name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._/-]{1,128}$")]
+    num_engine_ranks: Count
+    num_trainer_ranks: Count
+
+
+class Attempt(BaseModel):
+    """What every call of the gateway says: for which pair, and in which of its connections."""
+
+    model_config = STRICT
+
+    pair: Name
+    connection: Life
+
+
+class SideConnect(Attempt):
+    """Meet the other side."""
+
+    config: PairConfig
+    meeting: Meeting
+    first_rank: Index
+    engine: Name
+
+
+class SideUpdate(Attempt):
+    """Take part in one update. `attempt` grows with each; the same one again gets the same answer."""
+
+    version: Version
+    attempt: Count
+
+
+class SidePublish(Attempt):
+    """The trainer has committed this version."""
+
+    version: Version
+
+
+class SideDisconnect(Attempt):
+    """Leave."""
+
+
+class Counts(BaseModel):
+    """What an update did, as this side knows it (`UpdateStats`)."""
+
+    kind: Literal["full", "delta"]
+    reason: str
+    verdict: str
+    total_wire_bytes: int
+    total_changed: int
+    total_owned: int
+    full_bytes: int
+    seconds: dict[str, float]
+
+    @classmethod
+    def of(cls, stats: UpdateStats) -> Counts:
+        """From what `update_weights` returned."""
+        return cls(
+            kind=stats.verdict.kind.value,
+            reason=Reason(stats.verdict.reason).name,
+            verdict=str(stats.verdict),
+            total_wire_bytes=stats.total_wire_bytes,
+            total_changed=stats.total_changed,
+            total_owned=stats.total_owned,
+            full_bytes=stats.full_bytes,
+            seconds=dict(stats.seconds),
+        )
+
+
+class PairOnSide(BaseModel):
+    """What a side holds of one pair."""
+
+    connection: str
+    connected: bool
+    version: int | None
+    ready: bool
+    why: str
+    """Why it is not ready."""
+
+
+class SideAnswer(BaseModel):
+    """A call did what it was to do."""
+
+    pair: PairOnSide
+    counts: Counts | None = None
+    """Of an update; None where this side cannot tell whether it was committed, or does not count."""
+
+
+class SideState(BaseModel):
+    """Who a side is, and what it does."""
+
+    role: Literal["trainer", "engine"]
+    kind: str
+    num_ranks: int
+    brings_meeting: bool
+    """It was made with a `Rendezvous` of its own."""
+    busy: str
+    """What it does now, such as "update_weights of pair a"; empty where it is idle."""
+    pairs: dict[str, PairOnSide]

@@ -1,0 +1,214 @@
+"""One side of a pair, behind the same four verbs whatever it is: a trainer rank or an engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from awex_delta.engines.sglang_driver import SglangDriver
+from awex_delta.engines.vllm_driver import VllmDriver, init_info
+from awex_delta.receiver import Receiver
+from awex_delta.rendezvous import Rendezvous
+from awex_delta.sender import Sender
+from awex_delta.types import DeltaSettings, UpdateStats
+
+Role = Literal["trainer", "engine"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """How a side is to join a pair.
+
+    pair: its name.
+    rendezvous: where all ranks meet.
+    settings: as the pair's configuration resolves to.
+    first_rank: of this side's ranks among all engine ranks (engines).
+    engine: name of this engine among those of the pair (engines).
+    loop: the loop that serves this side's HTTP.
+    """
+
+    pair: str
+    rendezvous: Rendezvous
+    settings: DeltaSettings
+    first_rank: int
+    engine: str
+    loop: asyncio.AbstractEventLoop | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holding:
+    """What one side holds of a pair. why: why it is not ready; empty where it is."""
+
+    version: int | None
+    why: str
+
+
+class End(Protocol):
+    """One side of one pair. Every method but `holding` blocks, and runs in the side's worker thread."""
+
+    def connect(self) -> None:
+        """Meet the other side."""
+
+    def update_weights(self, version: int) -> UpdateStats | None:
+        """Take part in one update. None where this side cannot tell whether it was committed."""
+
+    def publish(self, version: int) -> None:
+        """The trainer has committed `version`: say so, where `update_weights` could not."""
+
+    def holding(self) -> Holding:
+        """What it holds now; called from any thread."""
+
+    def close(self) -> None:
+        """Leave the pair."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Side:
+    """What a router serves.
+
+    role, kind: "trainer" or "engine", and what stands behind it.
+    num_ranks: ranks of it that take part in an update.
+    brings_meeting: its ends were made with a `Rendezvous` of their own, so the gateway's is not used.
+    num_pairs: how many pairs it can be in at once; None for any number.
+    open: makes this side's end of a pair; opens nothing.
+    """
+
+    role: Role
+    kind: str
+    num_ranks: int
+    brings_meeting: bool
+    num_pairs: int | None
+    open: Callable[[Order], End]
+
+
+class SenderEnd:
+    """A trainer rank. after_close: run once the sender has left, such as the removal of hooks."""
+
+    def __init__(self, sender: Sender, after_close: Callable[[], None] | None = None) -> None:
+        self._sender = sender
+        self._after_close = after_close
+
+    def connect(self) -> None:
+        """See `End.connect`."""
+        self._sender.connect()
+
+    def update_weights(self, version: int) -> UpdateStats:
+        """See `End.update_weights`."""
+        return self._sender.update_weights(version)
+
+    def publish(self, version: int) -> None:
+        """Nothing is left to say."""
+
+    def holding(self) -> Holding:
+        """The trainer is the source: it is always ready."""
+        return Holding(version=self._sender.version, why="")
+
+    def close(self) -> None:
+        """See `End.close`."""
+        self._sender.close()
+        if self._after_close is not None:
+            self._after_close()
+
+
+class ReceiverEnd:
+    """An engine rank in this process."""
+
+    def __init__(self, receiver: Receiver) -> None:
+        self._receiver = receiver
+
+    def connect(self) -> None:
+        """See `End.connect`."""
+        self._receiver.connect()
+
+    def update_weights(self, version: int) -> UpdateStats:
+        """See `End.update_weights`."""
+        return self._receiver.update_weights(version)
+
+    def publish(self, version: int) -> None:
+        """Nothing is left to say."""
+
+    def holding(self) -> Holding:
+        """See `End.holding`."""
+        if self._receiver.dirty:
+            return Holding(version=None, why=DIRTY)
+        version = self._receiver.version
+        return Holding(version=version, why=NO_FULL_SYNC if version is None else "")
+
+    def close(self) -> None:
+        """See `End.close`."""
+        self._receiver.close()
+
+
+class VllmEnd:
+    """A vLLM deployment, whose workers hold the receivers."""
+
+    def __init__(self, driver: VllmDriver, order: Order) -> None:
+        self._driver = driver
+        self._order = order
+        self._version: int | None = None
+
+    def connect(self) -> None:
+        """See `End.connect`."""
+        order = self._order
+        self._driver.connect(
+            init_info(
+                order.rendezvous,
+                order.settings,
+                first_engine_rank=order.first_rank,
+                engine=order.engine,
+            )
+        )
+
+    def update_weights(self, version: int) -> None:
+        """See `End.update_weights`. vLLM raises where a worker did not commit; counts stay in the workers."""
+        self._driver.update_weights(version)
+        self._version = version
+
+    def publish(self, version: int) -> None:
+        """vLLM published it in `finish_weight_update`."""
+
+    def holding(self) -> Holding:
+        """See `End.holding`."""
+        if self._driver.stopped:
+            return Holding(version=None, why="requests stand still since an update that failed or still runs")
+        return Holding(version=self._version, why=NO_FULL_SYNC if self._version is None else "")
+
+    def close(self) -> None:
+        """See `End.close`."""
+        self._driver.disconnect()
+
+
+class SglangEnd:
+    """An SGLang engine. Only the trainer knows whether an update was committed."""
+
+    def __init__(self, driver: SglangDriver) -> None:
+        self._driver = driver
+
+    def connect(self) -> None:
+        """See `End.connect`."""
+        self._driver.connect()
+
+    def update_weights(self, version: int) -> None:
+        """See `End.update_weights`."""
+        self._driver.update_weights(version)
+
+    def publish(self, version: int) -> None:
+        """See `End.publish`."""
+        self._driver.publish(version)
+
+    def holding(self) -> Holding:
+        """See `End.holding`."""
+        if self._driver.in_doubt:
+            return Holding(version=None, why="an update was begun, and the trainer has not confirmed it")
+        version = self._driver.version
+        return Holding(version=version, why=NO_FULL_SYNC if version is None else "")
+
+    def close(self) -> None:
+        """See `End.close`."""
+        self._driver.disconnect()
+
+
+NO_FULL_SYNC = "it has had no full sync in this pair yet"
+DIRTY = "it holds weights that were written but never committed"

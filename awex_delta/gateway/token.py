@@ -1,0 +1,74 @@
+"""The bearer token: made, read from a file, compared."""
+
+from __future__ import annotations
+
+import hmac
+import os
+import secrets
+from pathlib import Path
+
+from awex_delta.errors import ConfigError
+
+MIN_TOKEN_CHARS = 16
+
+
+def new_token() -> str:
+    """A random token of 256 bits."""
+    return secrets.token_urlsafe(32)
+
+
+def check_token(token: str | None) -> None:
+    """Refuse a token that is easily guessed, or that no header can carry.
+
+    Args:
+        token: None where no token is asked for.
+
+    Raises:
+        ConfigError: it is short, or not printable ASCII without blanks. Does not show it.
+    """
+    if token is None:
+        return
+    plain = token.isascii() and token.isprintable() and " " not in token
+    if len(token) < MIN_TOKEN_CHARS or not plain:
+        raise ConfigError(
+            f"token of {len(token)} characters: give at least {MIN_TOKEN_CHARS}, "
+            "printable ASCII without blanks"
+        )
+
+
+def read_token(path: Path, *, create: bool = False) -> str:
+    """Read a token from a file that only its owner can read.
+
+    Args:
+        path: of the file; blanks around the token are ignored.
+        create: write a new random token where there is no file, with mode 0600.
+
+    Raises:
+        ConfigError: the file is missing, can be read by others, or holds no good token.
+    """
+    if create and not path.exists():
+        try:
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        except OSError as error:
+            raise ConfigError(
+                f"token file {path}: {error.strerror}; give a path that can be written"
+            ) from error
+        with os.fdopen(descriptor, "w", encoding="ascii") as file:
+            file.write(new_token() + "\n")
+    try:
+        mode = path.stat().st_mode
+        token = path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"token file {path} cannot be read: {type(error).__name__}") from error
+    if mode & 0o077:
+        raise ConfigError(f"token file {path} can be read by others: chmod 600 {path}")
+    check_token(token)
+    return token
+
+
+def matches(header: str | None, token: str) -> bool:
+    """Whether an Authorization header carries the token. Takes as long for any wrong one."""
+    scheme, _, given = (header or "").partition(" ")
+    # As bytes: a text with characters beyond ASCII cannot be compared in constant time.
+    same = hmac.compare_digest(given.strip().encode("utf-8", "surrogateescape"), token.encode())
+    return same and scheme.lower() == "bearer"

@@ -1,0 +1,103 @@
+"""How an SGLang engine is driven, without any SGLang: what it is sent, and when its version is published."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from awex_delta.engines.sglang_driver import EngineControl, SglangDriver
+from awex_delta.engines.sglang_loader import LOAD_FORMAT, Instruction
+from awex_delta.errors import UpdateError
+
+ASKED = Instruction(
+    action="connect",
+    engine="a",
+    first_engine_rank=0,
+    num_engine_ranks=1,
+    num_trainer_ranks=1,
+    host="127.0.0.1",
+    port=4000,
+)
+
+
+@dataclass
+class VersionRequest:
+    """Stands in for SGLang's request of the same fields."""
+
+    new_version: str
+    abort_all_requests: bool = True
+
+
+class FakeEngine:
+    """The calls of `sglang.Engine` that the driver makes."""
+
+    def __init__(self, answer: Any = (True, "Success")) -> None:
+        self.calls: list[Any] = []
+        self.answer = answer
+        self.loop = asyncio.new_event_loop()
+        self.tokenizer_manager = self
+
+    def begin_weight_update(self, selector: str) -> None:
+        self.calls.append(("begin", selector))
+
+    def end_weight_update(self) -> None:
+        self.calls.append("end")
+
+    def update_weights_from_tensor(
+        self, named_tensors: list[tuple[str, torch.Tensor]], *, load_format: str, flush_cache: bool
+    ) -> Any:
+        assert load_format == LOAD_FORMAT
+        asked = json.loads(bytes(named_tensors[0][1].tolist()))
+        self.calls.append((asked["action"], asked["version"], flush_cache))
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+    async def update_weight_version(self, request: VersionRequest) -> None:
+        self.calls.append(("version", request.new_version, request.abort_all_requests))
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    module: Any = ModuleType("sglang.srt.managers.io_struct")
+    module.UpdateWeightVersionReqInput = VersionRequest
+    for name in ("sglang", "sglang.srt", "sglang.srt.managers"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_the_version_is_published_only_when_the_trainer_has_committed() -> None:
+    engine = FakeEngine()
+    driver = SglangDriver(EngineControl(engine), ASKED)
+    driver.connect()
+    driver.update_weights(7)
+    assert (driver.version, driver.in_doubt) == (None, True), "any return of SGLang counts as success"
+    assert engine.calls == [
+        *(("begin", "target"), ("connect", -1, False), "end"),
+        *(("begin", "target"), ("update", 7, True), "end"),
+    ]
+    driver.publish(7)
+    assert (driver.version, driver.in_doubt) == (7, False)
+    assert engine.calls[-1] == ("version", "7", False)
+    driver.disconnect()
+    assert engine.calls[-2] == ("disconnect", -1, False)
+    engine.loop.close()
+
+
+@pytest.mark.parametrize("answer", [(False, "Flush cache failed"), (None, ""), RuntimeError("dead")])
+def test_a_refusal_is_an_error_and_leaves_the_engine_in_doubt(answer: Any) -> None:
+    engine = FakeEngine(answer)
+    driver = SglangDriver(EngineControl(engine), ASKED)
+    with pytest.raises((UpdateError, RuntimeError), match=r"SGLang refused the update: |dead"):
+        driver.update_weights(1)
+    assert driver.in_doubt
+    assert engine.calls[-1] == "end", "the session of the update was left open"
+    engine.loop.close()
