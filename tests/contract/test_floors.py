@@ -28,6 +28,7 @@ MAX_NESTING = 4
 FLOORS = {
     "errors": 0,
     "_version": 0,
+    "digest": 1,
     "verdict": 0,
     "types": 0,
     "allocation": 0,

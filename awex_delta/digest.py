@@ -1,0 +1,194 @@
+"""An additive 64-bit digest of tensors: a sum modulo 2^64 over elements of a mixed hash of (position, bits).
+
+The hash of an element is what splitmix64 draws at its position: the finalizer of splitmix64 (a bijection
+in which every bit of the input moves about half of the output) over `salt + GOLDEN * position + bits`.
+The sum does not depend on order, so parts that several ranks hold are hashed where they lie and added up,
+and the digest of single elements can be taken anywhere. Integer arithmetic that wraps around is the same
+on every device, so digests are too.
+
+It finds accidents; it is no signature: who knows the salt can make two tensors of one digest.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+import subprocess
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+
+from awex_delta.errors import NumericsError
+
+MODULUS = 1 << 64
+"""Digests are whole numbers below this, and are added modulo it."""
+
+_GOLDEN = 0x9E3779B97F4A7C15 - MODULUS  # torch has no arithmetic on uint64: the same bits, as int64
+_MULTIPLIERS = (0xBF58476D1CE4E5B9 - MODULUS, 0x94D049BB133111EB - MODULUS)
+_SHIFTS = (30, 27, 31)
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+# Elements at a time: eager, what stays in a processor's cache; compiled, what hides the cost of a call.
+_EAGER_PIECE = 1 << 16
+_COMPILED_PIECE = 1 << 20
+WORTH_COMPILING = 1 << 24
+"""Compiling takes seconds, once a process: fewer elements than this never earn them back."""
+
+_COMPILER_FAILURES = (RuntimeError, OSError, ImportError, subprocess.SubprocessError)
+_Sum = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+_log = logging.getLogger(__name__)
+
+
+def salt_of(name: str) -> int:
+    """What sets the elements of one tensor apart from those of all others: 64 bits of a hash of its name."""
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
+
+
+def digest(tensor: torch.Tensor, name: str, *, compiled: bool = False) -> int:
+    """The digest of a whole tensor; positions count its elements row by row.
+
+    Args:
+        tensor: any shape, strides and device, of 1, 2, 4 or 8 bytes an element.
+        name: sets it apart from other tensors.
+        compiled: compile the loop, which pays from `WORTH_COMPILING` elements a process.
+
+    Returns:
+        A whole number below 2^64.
+
+    Raises:
+        NumericsError: the dtype has no such width.
+
+    Collective: no.
+    """
+    return as_unsigned(sum_whole(tensor, salt_of(name), compiled=compiled))
+
+
+def state_digest(tensors: Mapping[str, torch.Tensor], *, compiled: bool = False) -> int:
+    """The digest of a state dict: the sum of its tensors' digests under their own names.
+
+    Args:
+        tensors: by HF name; each whole.
+        compiled: see `digest`.
+
+    Collective: no.
+    """
+    return sum(digest(tensor, name, compiled=compiled) for name, tensor in tensors.items()) % MODULUS
+
+
+def sum_whole(tensor: torch.Tensor, salt: int, *, compiled: bool = False) -> torch.Tensor:
+    """The digest of all elements of a tensor, left on its device.
+
+    Args:
+        tensor: see `digest`; read in pieces, with at most 32 MiB beside it.
+        salt: of `salt_of`.
+        compiled: see `digest`.
+
+    Returns:
+        int64 scalar: the digest as a signed number (`as_unsigned` undoes that).
+
+    Collective: no.
+    """
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    function, piece = _function(tensor.device.type, compiled=compiled)
+    place = torch.arange(min(piece, tensor.numel()), dtype=torch.int64, device=tensor.device)
+    start = 0
+    for part in _flat_pieces(tensor.detach(), piece):
+        key = _scalar(salt + start * _GOLDEN, tensor.device)  # the piece begins at `start`
+        total += function(place[: part.numel()], part, key)
+        start += part.numel()
+    return total
+
+
+def sum_at(index: torch.Tensor, value: torch.Tensor, salt: int, *, compiled: bool = False) -> torch.Tensor:
+    """The digest of single elements, left on their device.
+
+    Args:
+        index: int64 [n], their positions.
+        value: [n], 1, 2, 4 or 8 bytes an element, on the same device.
+        salt: of `salt_of`.
+        compiled: see `digest`.
+
+    Returns:
+        int64 scalar, as `sum_whole`.
+
+    Collective: no.
+    """
+    total = torch.zeros((), dtype=torch.int64, device=value.device)
+    function, piece = _function(value.device.type, compiled=compiled)
+    key = _scalar(salt, value.device)
+    start = 0
+    for bits in _flat_pieces(value.detach(), piece):
+        total += function(index[start : start + bits.numel()], bits, key)
+        start += bits.numel()
+    return total
+
+
+def as_unsigned(total: torch.Tensor) -> int:
+    """A digest that was left on a device, as a whole number below 2^64. Waits for the device."""
+    return int(total) % MODULUS
+
+
+def _flat_pieces(tensor: torch.Tensor, piece: int) -> Iterator[torch.Tensor]:
+    """The bits of a tensor, row by row, as flat integers; of a strided one some rows are copied at a time."""
+    if tensor.element_size() not in _BITS or tensor.is_complex():
+        raise NumericsError(f"no digest of {tensor.dtype}: give a tensor of 1, 2, 4 or 8 bytes an element")
+    if not tensor.numel():
+        return
+    if tensor.is_contiguous():
+        yield from torch.split(tensor.view(-1).view(_BITS[tensor.element_size()]), piece)
+        return
+    rows = max(1, piece * tensor.shape[0] // tensor.numel())
+    for block in torch.split(tensor, rows):
+        yield from torch.split(block.reshape(-1).view(_BITS[tensor.element_size()]), piece)
+
+
+def _scalar(value: int, device: torch.device) -> torch.Tensor:
+    value %= MODULUS
+    return torch.tensor(value - MODULUS if value >= MODULUS // 2 else value, device=device)
+
+
+def _mix_and_sum(index: torch.Tensor, bits: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """One splitmix64 output an element, summed. index int64 [n], bits integers [n], key an int64 scalar."""
+    mixed = key + index * _GOLDEN + bits
+    for shift, multiplier in zip(_SHIFTS, (*_MULTIPLIERS, 1), strict=True):
+        mixed = (mixed ^ ((mixed >> shift) & _low_bits(64 - shift))) * multiplier
+    return mixed.sum()
+
+
+def _mix_and_sum_in_place(index: torch.Tensor, bits: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """As `_mix_and_sum`, with two temporaries in all: what eager execution does fastest."""
+    mixed = torch.add(key, index, alpha=_GOLDEN).add_(bits)
+    shifted = torch.empty_like(mixed)
+    for shift, multiplier in zip(_SHIFTS, (*_MULTIPLIERS, None), strict=True):
+        torch.bitwise_right_shift(mixed, shift, out=shifted)  # arithmetic: its sign bits are cut off
+        mixed ^= shifted.bitwise_and_(_low_bits(64 - shift))
+        if multiplier is not None:
+            mixed *= multiplier
+    return mixed.sum()
+
+
+def _low_bits(count: int) -> int:
+    return (1 << count) - 1
+
+
+def _function(device_type: str, *, compiled: bool) -> tuple[_Sum, int]:
+    function = _compiled(device_type) if compiled else None
+    if function is None:
+        return _mix_and_sum_in_place, _EAGER_PIECE
+    return function, _COMPILED_PIECE
+
+
+@functools.cache
+def _compiled(device_type: str) -> _Sum | None:
+    """Compiled once a process; None where that fails."""
+    try:
+        function = torch.compile(_mix_and_sum, dynamic=True)
+        index = torch.arange(_EAGER_PIECE, device=device_type)
+        function(index, index.to(torch.int16), torch.tensor(1, device=device_type))
+    except _COMPILER_FAILURES as error:
+        cause = str(error).partition("\n")[0]
+        _log.warning("state digests run uncompiled, several times slower: %s", cause)
+        return None
+    return function
