@@ -27,8 +27,10 @@ if TYPE_CHECKING:
         UpdateAborted,
         UpdateError,
     )
+    from awex_delta.history import read_run
     from awex_delta.receiver import Receiver
     from awex_delta.rendezvous import Rendezvous, host_store
+    from awex_delta.runlog import RunLog
     from awex_delta.sender import Sender
     from awex_delta.types import DeltaSettings, EngineTensor, EngineView, TrainerView, UpdateStats
     from awex_delta.verdict import Kind, Reason, Verdict
@@ -41,8 +43,10 @@ _HOMES = {
         *("AwexDeltaError", "ConfigError", "ConnectError"),
         *("LockstepError", "PeerError", "UpdateAborted", "UpdateError"),
     ),
+    "history": ("read_run",),
     "receiver": ("Receiver",),
     "rendezvous": ("Rendezvous", "host_store"),
+    "runlog": ("RunLog",),
     "sender": ("Sender",),
     "types": (*("DeltaSettings", "EngineTensor", "EngineView", "TrainerView", "UpdateStats"),),
     "verdict": ("Kind", "Reason", "Verdict"),
@@ -63,6 +67,7 @@ __all__ = [
     "Receiver",
     "Rendezvous",
     "RolloutConfig",
+    "RunLog",
     "Sender",
     "TrainEngineConfig",
     "TrainerView",
@@ -74,6 +79,7 @@ __all__ = [
     "attach_megatron",
     "attach_transformers",
     "host_store",
+    "read_run",
     "resolve",
     "scrub_worker_environment",
     "settings_from_environment",

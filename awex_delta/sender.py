@@ -19,6 +19,7 @@ from awex_delta.plan.specs import TrainerSpec
 from awex_delta.rendezvous import Rendezvous
 from awex_delta.routes import Route, Router, find_routes, param_specs
 from awex_delta.session import Session, Stopwatch
+from awex_delta.tally import PartCount, count_parts
 from awex_delta.types import DeltaSettings, Detection, TrainerView, UpdateStats
 from awex_delta.verdict import Kind, Reason
 from awex_delta.wire.choice import MIN_SAMPLE_BYTES, cheapest
@@ -82,6 +83,7 @@ class Sender:
         self._routes: dict[str, Route] = {}
         self._router: Router | None = None  # bound at connect
         self._shares_whole = False  # some parameter is owned in parts, but has to be sent whole
+        self._changed_by_key: dict[str, int] | None = None  # of the last committed delta
         self._unexpected_full = 0
         self._bytes_per_second: float | None = None  # of the last transfer that was large enough to tell
 
@@ -94,6 +96,14 @@ class Sender:
     def run_id(self) -> str:
         """Identity of this trainer's life, the same on all its ranks once connected."""
         return self._ledger.run_id
+
+    @property
+    def changed_by(self) -> tuple[PartCount, ...]:
+        """Where the last committed delta found changes on this rank; empty after a full sync.
+
+        Over all trainer ranks the counts add up to `total_changed` and `total_owned` of the update.
+        """
+        return () if self._changed_by_key is None else count_parts(self._routes, self._changed_by_key)
 
     @property
     def comm(self) -> Comm:
@@ -169,6 +179,8 @@ class Sender:
             raise
         self._ledger = self._ledger.commit(version, decision.verdict.kind)
         self._view.committed()
+        is_delta = decision.verdict.kind is Kind.DELTA
+        self._changed_by_key = {c.key: c.num_changed for c in detection.changes} if is_delta else None
         if stats.wire_bytes >= MIN_SAMPLE_BYTES:
             self._bytes_per_second = stats.wire_bytes / max(stats.seconds["transfer"], 1e-6)
         self._report(stats)

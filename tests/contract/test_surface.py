@@ -17,6 +17,7 @@ from tests.contract.sources import PACKAGE, ROOT, Source, package_sources
 PUBLIC_NAMES = {
     "__version__",
     *("attach_megatron", "attach_transformers", "Sender", "Receiver", "Rendezvous", "host_store"),
+    *("RunLog", "read_run"),
     *("TrainEngineConfig", "RolloutConfig", "resolve", "worker_environment"),
     *("scrub_worker_environment", "settings_from_environment"),
     *("TrainerView", "EngineView", "EngineTensor"),

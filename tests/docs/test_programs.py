@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,12 +19,14 @@ from awex_delta import (
     UpdateStats,
     attach_transformers,
     host_store,
+    read_run,
     resolve,
 )
 from awex_delta.engines.sglang_loader import LOAD_FORMAT, Instruction
+from awex_delta.tally import PartCount
 from awex_delta.testing.procs import Rank, run_ranks
 from awex_delta.testing.tiny_models import TinySpec, build_trainer, hf_config
-from awex_delta.verdict import Kind
+from awex_delta.verdict import Kind, Reason, Verdict
 from tests.docs.blocks import ROOT, blocks_of, pages, python_blocks
 
 SPEC = TinySpec(hidden=64, lr=3e-6)
@@ -32,7 +35,7 @@ ENGINE, TRAINER = 0, 1
 
 RUN_HERE = {
     "README.md",
-    *(f"docs/en/{name}.md" for name in ("configuration", "integration", "sglang", "trainers")),
+    *(f"docs/en/{name}.md" for name in ("configuration", "integration", "report", "sglang", "trainers")),
 }
 RUN_ELSEWHERE = {"docs/en/vllm.md": "tests/procs/test_vllm.py"}
 
@@ -199,3 +202,26 @@ def test_a_store_is_open_while_its_launcher_keeps_it() -> None:
     """What the README's comment on `host_store` says."""
     store = host_store()
     assert Rendezvous(num_engine_ranks=1, num_trainer_ranks=1, port=store.port).world_size == 2
+
+
+class _Sender:
+    """Commits every update as a delta in which one layer changed."""
+
+    changed_by = (PartCount(layer=3, kind="mlp", changed=5, owned=9),)
+
+    def update_weights(self, version: int) -> UpdateStats:
+        """Nothing is sent."""
+        return UpdateStats(version=version, verdict=Verdict(kind=Kind.DELTA, reason=Reason.NONE))
+
+
+def test_the_page_of_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (log,) = python_blocks("docs/en/report.md")
+    resolved = resolve(TrainEngineConfig(backend="megatron:d1"), RolloutConfig(backend="vllm:d1"))
+    names: dict[str, Any] = {"resolved": resolved, "rank": 0, "world_size": 1, "num_steps": NUM_STEPS}
+    log.run(names | {"train_step": lambda: None, "sender": _Sender(), "mean_reward": 0.5})
+    updates = read_run("RUN.jsonl").updates
+    assert [(line.version, line.extra["reward"], line.changed_by[0].changed) for line in updates] == [
+        (1, 0.5, 5),
+        (2, 0.5, 5),
+    ]
