@@ -68,18 +68,19 @@ def resolve(train: TrainEngineConfig, rollout: RolloutConfig) -> ResolvedDelta:
     """
     if not train.enable_delta_weight_update:
         return ResolvedDelta(settings=DeltaSettings(enabled=False))
-    problems = [*_train_problems(train), *_rollout_problems(rollout)]
+    problems = [*_train_problems(train), *_disk_problems(train), *_rollout_problems(rollout)]
     if problems:
         raise ConfigError("enable_delta_weight_update = True cannot work with\n" + "\n".join(problems))
     topology = Topology(
         trainer=parse_allocation(train.backend, backends=TRAINER_BACKENDS),
         engine=parse_allocation(rollout.backend, backends=ENGINE_BACKENDS),
     )
-    check_world_size(
-        num_trainer_ranks=topology.trainer.world_size,
-        num_engine_ranks=topology.engine.world_size,
-        policy=train.world_size_policy,
-    )
+    if train.weight_update_transport == "p2p":  # through a folder the two sides form no world
+        check_world_size(
+            num_trainer_ranks=topology.trainer.world_size,
+            num_engine_ranks=topology.engine.world_size,
+            policy=train.world_size_policy,
+        )
     settings = DeltaSettings(
         enabled=True,
         anchor_interval=train.weight_update_anchor_interval,
@@ -89,6 +90,11 @@ def resolve(train: TrainEngineConfig, rollout: RolloutConfig) -> ResolvedDelta:
         release_grad_buffers=train.weight_update_release_grad_buffers,
         timeout_seconds=train.weight_update_timeout_seconds,
         connect_timeout_seconds=train.weight_update_connect_timeout_seconds,
+        transport=train.weight_update_transport,
+        disk_url=train.weight_update_disk_url,
+        disk_kind=train.weight_update_disk_kind,
+        keep_anchors=train.weight_update_keep_anchors,
+        read_workers=train.weight_update_read_workers,
     )
     return ResolvedDelta(settings=settings, topology=topology)
 
@@ -154,6 +160,36 @@ def _train_problems(train: TrainEngineConfig) -> Iterator[str]:
             "set weight_update_delta_accumulate: true, which follows every step for one byte of memory an "
             "owned element, or set ppo_n_minibatches: 1",
         )
+
+
+def _disk_problems(train: TrainEngineConfig) -> Iterator[str]:
+    """A folder that is missing, and settings that one of the two transports would not heed."""
+    url = train.weight_update_disk_url
+    if train.weight_update_transport == "disk":
+        if not url:
+            yield _problem(
+                "train.weight_update_disk_url",
+                url,
+                "weight_update_transport = 'disk' needs a folder",
+                "name one that trainer and engines reach, such as /shared/run or s3://bucket/run",
+            )
+        if train.weight_update_release_grad_buffers:
+            yield _problem(
+                "train.weight_update_release_grad_buffers",
+                True,  # noqa: FBT003 - the value of the setting
+                "through a folder nothing is transferred while training waits",
+                "set weight_update_release_grad_buffers: false",
+            )
+        return
+    for field, default in (("weight_update_disk_url", ""), ("weight_update_disk_kind", "delta")):
+        value = getattr(train, field)
+        if value != default:
+            yield _problem(
+                f"train.{field}",
+                value,
+                "weight_update_transport = 'p2p' uses no folder",
+                "set weight_update_transport: disk, or remove it",
+            )
 
 
 def _rollout_problems(rollout: RolloutConfig) -> Iterator[str]:

@@ -15,7 +15,7 @@ from typing import Any, get_args
 
 from awex_delta.config import ResolvedDelta
 from awex_delta.errors import ConfigError
-from awex_delta.schema import DeltaEncoding
+from awex_delta.schema import DeltaEncoding, DiskKind, Transport
 from awex_delta.types import DeltaSettings
 
 _DEFAULTS = DeltaSettings()
@@ -33,9 +33,18 @@ _OPTIONAL_VARIABLES: Mapping[str, str] = {
     "DTE_RELEASE_GRAD_BUFFERS": "release_grad_buffers",
     "DTE_TIMEOUT_SECONDS": "timeout_seconds",
     "DTE_CONNECT_TIMEOUT_SECONDS": "connect_timeout_seconds",
+    "DTE_TRANSPORT": "transport",
+    "DTE_DISK_URL": "disk_url",
+    "DTE_DISK_KIND": "disk_kind",
+    "DTE_KEEP_ANCHORS": "keep_anchors",
+    "DTE_READ_WORKERS": "read_workers",
 }
 _VARIABLES = (_SEPARATION, _TRANSFER, _ANCHOR, _STREAMING, *_OPTIONAL_VARIABLES)
-_CHOICES: Mapping[str, tuple[str, ...]] = {"encoding": get_args(DeltaEncoding)}
+_CHOICES: Mapping[str, tuple[str, ...]] = {
+    "encoding": get_args(DeltaEncoding),
+    "transport": get_args(Transport),
+    "disk_kind": get_args(DiskKind),
+}
 _FLAGS: Mapping[str, bool] = {"1": True, "true": True, "True": True, "0": False, "false": False, "": False}
 
 
@@ -135,7 +144,7 @@ def _optional_value(source: Mapping[str, str], variable: str, field: str) -> obj
         return _count(source, variable)
     if isinstance(default, float):
         return _seconds(source, variable)
-    if source[variable] not in _CHOICES[field]:
+    if field in _CHOICES and source[variable] not in _CHOICES[field]:
         raise _refused(source, variable, f"it must be one of {', '.join(_CHOICES[field])}")
     return source[variable]
 

@@ -13,7 +13,8 @@
     └── UpdateError            an update did not commit; the next one is a full sync
         ├── UpdateAborted      a rank reported a failure, all ranks gave the update up
         ├── LockstepError      ranks disagree about what they are doing
-        └── PeerError          a peer did not answer in time, or went away
+        ├── PeerError          a peer did not answer in time, or went away
+        └── ChainError         no chain of versions in the folder leads where it was asked to
 
 "Full sync" is a value (`types.Verdict`), never an exception.
 """
@@ -73,3 +74,7 @@ class LockstepError(UpdateError):
 
 class PeerError(UpdateError):
     """A peer did not answer in time, or went away. Names the rank and the phase."""
+
+
+class ChainError(UpdateError):
+    """No chain of versions in the folder leads to the one asked for. Says which link is missing."""

@@ -64,6 +64,7 @@ class Receiver:
 
         Collective: no.
         """
+        rendezvous.require_both_sides()
         self._view = view
         self._rank = engine_rank
         self._engine = engine

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 from awex_delta.errors import ConfigError, ConnectError
 
@@ -17,7 +17,8 @@ from awex_delta.errors import ConfigError, ConnectError
 class Rendezvous:
     """Where the ranks of one trainer and its engines meet.
 
-    num_engine_ranks, num_trainer_ranks: ranks of each side; all of them take part in every update.
+    num_engine_ranks, num_trainer_ranks: ranks of each side; all of them take part in every update. One
+        side alone meets where updates travel through a folder.
     host, port: of the TCP store that `host_store` opened. Ignored where `store` is given.
     name: keeps several pairings on one store apart.
     store: an existing torch store, such as a HashStore between threads.
@@ -32,10 +33,21 @@ class Rendezvous:
 
     def __post_init__(self) -> None:
         for field in ("num_engine_ranks", "num_trainer_ranks"):
-            if getattr(self, field) < 1:
-                raise ConfigError(f"{field}={getattr(self, field)}: each side needs at least one rank")
+            if getattr(self, field) < 0 or not self.world_size:
+                raise ConfigError(f"{field}={getattr(self, field)}: give the number of ranks of that side")
         if self.store is None and not 0 < self.port < 65536:
             raise ConfigError(f"port={self.port}: give the port of the store that host_store() opened")
+
+    @classmethod
+    def alone(cls) -> Rendezvous:
+        """For a trainer of one rank that meets nobody: its updates travel through a folder."""
+        return cls(num_engine_ranks=0, num_trainer_ranks=1, store=HashStore())
+
+    def require_both_sides(self) -> None:
+        """Refuse a meeting of one side alone, for updates that travel between ranks. Raises ConfigError."""
+        for field in ("num_engine_ranks", "num_trainer_ranks"):
+            if getattr(self, field) < 1:
+                raise ConfigError(f"{field}={getattr(self, field)}: each side needs at least one rank")
 
     @property
     def world_size(self) -> int:

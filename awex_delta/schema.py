@@ -15,6 +15,8 @@ from awex_delta.errors import ConfigError
 
 WorldSizePolicy = Literal["power_of_two", "any"]
 DeltaEncoding = Literal["indices", "gaps", "ulp", "ulp_zstd", "auto"]
+Transport = Literal["p2p", "disk"]
+DiskKind = Literal["delta", "full"]
 
 _STRICT = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
 
@@ -113,6 +115,25 @@ class TrainEngineConfig(_SideConfig):
 
     weight_update_release_grad_buffers: bool = False
     """Free Megatron's gradient buffers for the transfer; they are restored whatever happens."""
+
+    weight_update_transport: Transport = "p2p"
+    """How updates reach the engines. `p2p`: from rank to rank, all of them at once. `disk`: through a
+    folder that both sides reach, each at its own pace. See docs/en/disk.md."""
+
+    weight_update_disk_url: str = ""
+    """The folder of `weight_update_transport: disk`: a local or shared path, or any URL that fsspec
+    knows, such as `s3://bucket/run`."""
+
+    weight_update_disk_kind: DiskKind = "delta"
+    """What the folder holds. `delta`: a whole checkpoint now and then (an anchor), and changes between.
+    `full`: a whole checkpoint at every version, for engines that can only load one from disk."""
+
+    weight_update_keep_anchors: int = Field(default=2, ge=1)
+    """Whole checkpoints that stay in the folder, with every delta since the oldest of them. Older versions
+    are removed once no engine reads them."""
+
+    weight_update_read_workers: int = Field(default=4, ge=1, le=256)
+    """Parts of files that one engine rank reads from the folder at once."""
 
     use_lora: bool = False
     """The trainer trains LoRA adapters. Deltas cover full weights only."""

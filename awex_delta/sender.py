@@ -68,6 +68,7 @@ class Sender:
 
         Collective: no.
         """
+        rendezvous.require_both_sides()
         self._view = view
         self._rank = trainer_rank
         self._settings = settings

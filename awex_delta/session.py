@@ -32,7 +32,7 @@ ROW_BYTES = 4096
 
 _DETAIL_CHARS = 600
 _LOCAL_SETTINGS = frozenset(
-    {"accumulate", "release_grad_buffers", "timeout_seconds", "connect_timeout_seconds"}
+    {"accumulate", "read_workers", "release_grad_buffers", "timeout_seconds", "connect_timeout_seconds"}
 )
 
 Value = TypeVar("Value")
@@ -79,6 +79,7 @@ class Session:
         settings: DeltaSettings,
         describe: Callable[[Mapping[str, Any]], Mapping[str, Any]],
         on_phase: Callable[[str], None] | None,
+        complete: Callable[[World], World] | None = None,
     ) -> None:
         """Check what can be checked alone; nothing is opened.
 
@@ -88,6 +89,7 @@ class Session:
             describe: gives this rank's spec as JSON, from the settings that all must share.
             on_phase: called with the name of each phase as it begins; an exception that it raises
                 counts as this rank's failure in that phase.
+            complete: adds to the world what has no seat, such as a folder that is written to.
 
         Raises:
             ConfigError: the world size is not allowed, or the encoding is unknown.
@@ -101,6 +103,7 @@ class Session:
         )
         self._describe = describe
         self._on_phase = on_phase or (lambda phase: None)
+        self._complete = complete or (lambda world: world)
         self._version = 0
         self._limits: dict[tuple[int, int, torch.dtype], int] = {}  # bytes of the largest frame of a pair
 
@@ -137,7 +140,7 @@ class Session:
         failed = {s: v["error"] for s, v in enumerate(values) if isinstance(v, dict) and "error" in v}
         if failed:
             raise ConnectError("; ".join(f"seat {seat}: {text}" for seat, text in failed.items()))
-        self.world = parse_world(values, self.comm.rendezvous.num_engine_ranks)
+        self.world = self._complete(parse_world(values, self.comm.rendezvous.num_engine_ranks))
         self.plan = build_plan(self.world)
         self._limits = {
             key: max_frame_bytes([region.numel for region in regions], key[2])

@@ -57,6 +57,10 @@ class BoundedStore:
         """What `key` holds; None when it is absent."""
         return self._call(lambda: self.raw.get(key).decode() if self.raw.check([key]) else None)
 
+    def drop(self, key: str) -> None:
+        """Forget `key`."""
+        self._call(lambda: self.raw.delete_key(key))
+
     def _call(self, work: Callable[[], Value]) -> Value:
         answer: queue.SimpleQueue[tuple[Value | None, Exception | None]] = queue.SimpleQueue()
 

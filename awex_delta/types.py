@@ -181,6 +181,11 @@ class DeltaSettings:
     release_grad_buffers: free Megatron's gradient buffers for the transfer (restored whatever happens).
     timeout_seconds: longest wait for a peer inside an update.
     connect_timeout_seconds: longest wait for all ranks to meet in `connect`.
+    transport: "p2p" between the ranks, or "disk" through a folder.
+    disk_url: that folder, as an fsspec URL; empty with "p2p".
+    disk_kind: "delta", or "full" for a whole checkpoint at every version.
+    keep_anchors: full versions that stay in the folder, with every delta since the oldest of them.
+    read_workers: files and parts of files that one engine rank reads at once.
     """
 
     enabled: bool = True
@@ -191,6 +196,11 @@ class DeltaSettings:
     release_grad_buffers: bool = False
     timeout_seconds: float = 300.0
     connect_timeout_seconds: float = 300.0
+    transport: str = "p2p"
+    disk_url: str = ""
+    disk_kind: str = "delta"
+    keep_anchors: int = 2
+    read_workers: int = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

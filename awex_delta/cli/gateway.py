@@ -32,9 +32,7 @@ def gateway(
     meeting_host: Annotated[
         str, typer.Option(help="Address of this machine where the ranks of a pair meet.")
     ] = "127.0.0.1",
-    meeting_port: Annotated[
-        int, typer.Option(help="Port there; 0 picks a free one.", min=0, max=65535)
-    ] = 0,
+    meeting_port: Annotated[int, typer.Option(help="Port there; 0 picks a free one.", min=0, max=65535)] = 0,
     update_seconds: Annotated[
         float, typer.Option(help="Longest wait for all sides in one update or connect.", min=1.0)
     ] = 3600.0,

@@ -12,7 +12,7 @@ from awex.transfer.transfer_plan import CommunicationOperation
 from awex_delta.errors import LayoutError, OwnershipError
 from awex_delta.plan.specs import EngineSpec, OutputSpec, TensorSpec, TrainerSpec, World
 
-_VOCAB_TENSORS = ("model.embed_tokens.weight", "lm_head.weight")
+VOCAB_TENSORS = ("model.embed_tokens.weight", "lm_head.weight")
 TIED_HEAD = "lm_head.weight"
 
 
@@ -67,7 +67,7 @@ def check_layouts(world: World) -> None:
         LayoutError: names the tensor on both sides.
     """
     offered = _offered(world.trainers)
-    tied = set(_VOCAB_TENSORS) if world.trainers[0].tied_embeddings else set()
+    tied = set(VOCAB_TENSORS) if world.trainers[0].tied_embeddings else set()
     for engine, ranks in _instances(world.engines).items():
         held = {t.name: t for rank in ranks for t in rank.tensors}
         missing = sorted(offered.keys() - held.keys())
@@ -186,7 +186,7 @@ def check_global_shapes(world: World, shapes: dict[str, tuple[int, ...]]) -> Non
     for engine in world.engines:
         for tensor in engine.tensors:
             ours = shapes.get(tensor.name, tensor.global_shape)
-            if tensor.name in _VOCAB_TENSORS and ours[0] >= vocab:
+            if tensor.name in VOCAB_TENSORS and ours[0] >= vocab:
                 ours = (vocab, *ours[1:])
             if tensor.tied_to is None and ours != tensor.global_shape:
                 raise LayoutError(

@@ -21,7 +21,13 @@ from awex.sharding.param_sharding import ShardingType
 from awex.sharding.rank_info import RankInfo
 from awex.transfer.transfer_plan import CommunicationOperation, TransferPlan, TransferPlanBuilder
 
-from awex_delta.plan.checks import check_coverage, check_global_shapes, check_layouts, check_ownership
+from awex_delta.plan.checks import (
+    VOCAB_TENSORS,
+    check_coverage,
+    check_global_shapes,
+    check_layouts,
+    check_ownership,
+)
 from awex_delta.plan.geometry import Box
 from awex_delta.plan.specs import WIRE_DTYPES, EngineSpec, TensorSpec, TrainerSpec, World
 
@@ -116,6 +122,16 @@ def build_plan(world: World) -> Plan:
         full_bytes=sum(math.prod(op.overlap_shape) * op.send_shard_meta.dtype.itemsize for op in operations),
         digest=_digest(operations, regions),
     )
+
+
+def training_shapes(trainers: Sequence[TrainerSpec]) -> dict[str, tuple[int, ...]]:
+    """The whole shape of every HF tensor that trainers hold, by name, without vocabulary padding."""
+    vocab = trainers[0].vocab_size
+    shapes = {meta.name: tuple(meta.global_shape) for meta in _TrainingMeta(trainers).get_parameters_meta()}
+    return {
+        name: (vocab, *shape[1:]) if name in VOCAB_TENSORS and shape[0] >= vocab else shape
+        for name, shape in shapes.items()
+    }
 
 
 def _wanted_names(world: World) -> set[str]:

@@ -39,6 +39,11 @@ TRAIN_SETTINGS = {
     "weight_update_timeout_seconds": 300.0,
     "weight_update_connect_timeout_seconds": 300.0,
     "weight_update_release_grad_buffers": False,
+    "weight_update_transport": "p2p",
+    "weight_update_disk_url": "",
+    "weight_update_disk_kind": "delta",
+    "weight_update_keep_anchors": 2,
+    "weight_update_read_workers": 4,
     "use_lora": False,
     "ppo_n_minibatches": 1,
 }

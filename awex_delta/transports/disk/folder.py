@@ -1,0 +1,177 @@
+"""One folder of versions behind any fsspec URL: whole files appear at once, or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+import uuid
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from typing import Any
+
+import fsspec
+from fsspec.spec import AbstractBufferedFile
+
+from awex_delta.errors import ConfigError
+
+INDEX = "model.safetensors.index.json"
+"""The file that makes a version exist: its manifest, which HF loaders read as a checkpoint's index."""
+
+Step = Callable[[str], None]
+"""Called as a step of writing begins, such as `rename FILE`."""
+
+_LEASES = "leases"
+_VERSION = re.compile(r"weight_v(\d{6,})")
+# These show an object when its upload is complete; the others show what was written so far.
+_WHOLE_OBJECTS = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss"})
+
+
+def version_name(version: int) -> str:
+    """The folder of a version: `weight_v000123`."""
+    return f"weight_v{version:06d}"
+
+
+def ignore_step(_: str) -> None:
+    """A `Step` that does nothing."""
+
+
+class Folder:
+    """Files below one URL. Paths are relative to it; every method may raise OSError."""
+
+    def __init__(self, url: str, options: Mapping[str, Any] | None = None) -> None:
+        """Find the filesystem; nothing is read or written.
+
+        Args:
+            url: a local path or any URL that fsspec knows.
+            options: fsspec's options of that filesystem, such as an endpoint or credentials.
+
+        Raises:
+            ConfigError: the URL is empty, or its kind of filesystem is unknown or not installed.
+        """
+        if not url:
+            raise ConfigError("weight_update_disk_url='': give a folder that trainer and engines reach")
+        try:
+            self._fs, self._root = fsspec.core.url_to_fs(url, **(options or {}))
+        except (ValueError, ImportError) as error:
+            raise ConfigError(f"weight_update_disk_url={url!r} cannot be opened: {error}") from error
+        self.url = url
+        kind = self._fs.protocol
+        kinds = {kind} if isinstance(kind, str) else set(kind)
+        self._local = "file" in kinds
+        self._renames = not kinds & _WHOLE_OBJECTS
+
+    def put(self, name: str, chunks: Iterable[Any], step: Step = ignore_step) -> None:
+        """Write a file that readers see whole or not at all; an older one of that name is replaced.
+
+        Args:
+            name: path below the folder.
+            chunks: buffers of bytes, one after the other.
+            step: hears of `write`, `sync` and `rename`.
+        """
+        final = self._path(name)
+        self._fs.makedirs(final.rpartition("/")[0], exist_ok=True)
+        written = f"{final}.{uuid.uuid4().hex}.tmp" if self._renames else final
+        step(f"write {name}")
+        file = self._fs.open(written, "wb")
+        try:
+            for chunk in chunks:
+                file.write(chunk)
+            step(f"sync {name}")
+            if self._local:
+                file.flush()
+                os.fsync(file.fileno())
+            file.close()
+        except BaseException:
+            self._discard(file, written)
+            raise
+        step(f"rename {name}")
+        if self._renames:
+            self._fs.mv(written, final)
+            self._sync_folder(final)
+
+    def read(self, name: str, start: int | None = None, stop: int | None = None) -> bytes:
+        """The bytes [start, stop) of a file, or all. Raises FileNotFoundError where there is none."""
+        return bytes(self._fs.cat_file(self._path(name), start=start, end=stop))
+
+    def exists(self, name: str) -> bool:
+        """True where there is a file `name`."""
+        self._fs.invalidate_cache()
+        return bool(self._fs.isfile(self._path(name)))
+
+    def versions(self) -> list[int]:
+        """Versions that have a folder, ascending. Those without an `INDEX` do not exist yet, or any more."""
+        matches = (_VERSION.fullmatch(name) for name in self.names(""))
+        return sorted(int(match[1]) for match in matches if match)
+
+    def names(self, folder: str) -> list[str]:
+        """Names in a folder, sorted; none where there is no such folder."""
+        self._fs.invalidate_cache()
+        try:
+            paths = self._fs.ls(self._path(folder), detail=False)
+        except FileNotFoundError:
+            return []
+        return sorted(str(path).rstrip("/").rpartition("/")[2] for path in paths)
+
+    def remove(self, name: str) -> None:
+        """Remove a file, if it is there."""
+        with suppress(FileNotFoundError):
+            self._fs.rm_file(self._path(name))
+
+    def remove_version(self, version: int) -> None:
+        """Withdraw a version, its manifest first, so that it never exists in part."""
+        folder = version_name(version)
+        self.remove(f"{folder}/{INDEX}")
+        with suppress(FileNotFoundError):
+            self._fs.rm(self._path(folder), recursive=True)
+
+    def lease(self, holder: str, oldest: int, seconds: float) -> None:
+        """Keep every version from `oldest` on for the next `seconds`."""
+        text = json.dumps({"oldest": oldest, "until": time.time() + seconds})
+        self.put(f"{_LEASES}/{holder}.json", [text.encode()])
+
+    def release(self, holder: str) -> None:
+        """End a lease."""
+        self.remove(f"{_LEASES}/{holder}.json")
+
+    def oldest_leased(self) -> int | None:
+        """The oldest version that somebody may be reading; None when nobody is. Drops leases that ran out."""
+        held: list[int] = []
+        for name in self.names(_LEASES):
+            if not name.endswith(".json"):
+                continue
+            try:
+                lease = json.loads(self.read(f"{_LEASES}/{name}"))
+                oldest, until = int(lease["oldest"]), float(lease["until"])
+            except (FileNotFoundError, ValueError, KeyError, TypeError):
+                continue  # ended just now, or never a lease
+            if until > time.time():
+                held.append(oldest)
+            else:
+                self.remove(f"{_LEASES}/{name}")
+        return min(held, default=None)
+
+    def _path(self, name: str) -> str:
+        return f"{self._root.rstrip('/')}/{name}".rstrip("/") or "/"
+
+    def _discard(self, file: Any, written: str) -> None:
+        """Leave nothing of a file that could not be written to its end."""
+        if isinstance(file, AbstractBufferedFile) and not self._renames:
+            file.discard()
+            file.closed = True  # closing would complete the upload
+            return
+        with suppress(OSError):
+            file.close()
+        with suppress(OSError):
+            self._fs.rm_file(written)
+
+    def _sync_folder(self, path: str) -> None:
+        """A rename is on disk once its folder is."""
+        if not self._local:
+            return
+        descriptor = os.open(path.rpartition("/")[0], os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

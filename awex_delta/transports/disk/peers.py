@@ -1,0 +1,117 @@
+"""How the ranks of one engine read the same version: what each says, and hears from all others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+
+from pydantic import TypeAdapter, ValidationError
+
+from awex_delta.comm import Comm
+from awex_delta.errors import ConfigError, LockstepError, UpdateError
+from awex_delta.rendezvous import Rendezvous
+from awex_delta.types import DeltaSettings
+
+_TEXT_CHARS = 600
+_WIDTH = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Word:
+    """What one rank says at the end of a phase.
+
+    phase: which.
+    version, id: what it means to read, or holds now.
+    failure: why it cannot go on; empty where it can.
+    refused: id of the version that is to blame, if one is.
+    fatal: trying another version would not help.
+    """
+
+    phase: str
+    version: int = -1
+    id: str = ""
+    failure: str = ""
+    refused: str = ""
+    fatal: bool = False
+
+
+_WORD = TypeAdapter(Word)
+
+
+class Peers:
+    """The ranks of one engine, or one rank alone. Not thread-safe."""
+
+    def __init__(self, rendezvous: Rendezvous | None, rank: int, settings: DeltaSettings) -> None:
+        """Take a seat; nothing is opened.
+
+        Args:
+            rendezvous: where the engine's ranks meet, with no trainer ranks; None for one rank alone.
+            rank: this rank among them.
+            settings: timeouts.
+
+        Raises:
+            ConfigError: the rank is outside the rendezvous, or there are trainer ranks in it.
+        """
+        self.rank = rank
+        self._comm: Comm | None = None
+        if rendezvous is None:
+            if rank:
+                raise ConfigError(f"engine_rank={rank}: give the rendezvous where the engine's ranks meet")
+            return
+        if rendezvous.num_trainer_ranks:
+            raise ConfigError(
+                f"num_trainer_ranks={rendezvous.num_trainer_ranks}: readers of a folder meet without trainers"
+            )
+        self._comm = Comm(
+            rendezvous,
+            rendezvous.engine_seat(rank),
+            timeout_seconds=settings.timeout_seconds,
+            connect_timeout_seconds=settings.connect_timeout_seconds,
+        )
+
+    @contextmanager
+    def in_step(self, purpose: str) -> Iterator[None]:
+        """Meet, and leave when anything but an agreed failure ends the step, so that peers hear of it.
+
+        Raises:
+            ConnectError: a rank is missing.
+
+        Collective: yes, over the engine's ranks.
+        """
+        if self._comm is not None and not self._comm.usable(purpose):
+            self._comm.connect()
+        try:
+            yield
+        except UpdateError:
+            raise
+        except BaseException:
+            if self._comm is not None:
+                self._comm.abandon()
+            raise
+
+    def tell(self, word: Word) -> list[Word]:
+        """Say a word and hear all, by rank.
+
+        Raises:
+            LockstepError: a rank is in another phase.
+            PeerError: a rank did not answer.
+
+        Collective: yes, over the engine's ranks.
+        """
+        if self._comm is None:
+            return [word]
+        text = asdict(word) | {"failure": word.failure.encode("ascii", "replace").decode()[:_TEXT_CHARS]}
+        try:
+            rows = self._comm.gather(_WORD.dump_json(Word(**text)), width=_WIDTH, phase=word.phase)
+            words = [_WORD.validate_json(row) for row in rows]
+        except ValidationError as error:
+            raise LockstepError(f"a rank of this engine speaks another protocol: {error}") from error
+        if {one.phase for one in words} != {word.phase}:
+            raise LockstepError(f"ranks of this engine are in phases {[one.phase for one in words]}")
+        return words
+
+    def close(self) -> None:
+        """Leave. Collective: no."""
+        if self._comm is not None:
+            self._comm.close()
