@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from awex_delta.detect import detect_changes
+from awex_delta.detect import Plan, detect_changes
 from awex_delta.errors import UnsupportedError
 from awex_delta.numerics.ulp import add_codes
 from awex_delta.trainers.journal import StepJournal
@@ -80,17 +80,31 @@ class OneStepBaseline:
     def __init__(self, owned_slices: OwnedSlices, watched: Watched) -> None:
         """Record every later step of the optimizers."""
         self._owned_slices = owned_slices
+        self._checked = False
+        self._doubt: Detection | None = None
         self._journal = StepJournal()
         for optimizer, params in watched.items():
             self._journal.watch(optimizer, params)
 
     def detect(self) -> Detection:
         """Invert the one step. Collective: no."""
-        return detect_changes(self._owned_slices(), self._journal.plan)
+        if self._doubt is not None:
+            return self._doubt
+        detection = detect_changes(self._owned_slices(), self._journal.plan)
+        self._checked = detection.reason is Reason.NONE
+        return detection
 
     def committed(self) -> None:
         """Later detections count from the weights as they are now. Collective: no."""
-        self._journal.commit(self._owned_slices())
+        slices = tuple(self._owned_slices())
+        self._doubt = None
+        if not self._checked:
+            # The next step writes its masters over weights that were not theirs, and inverting it would
+            # lead back to the masters, not to what the engines hold.
+            base = _detect(slices, lambda _: None)
+            self._doubt = base if base.reason is Reason.MASTER_MISMATCH else None
+        self._checked = False
+        self._journal.commit(slices)
 
     def weights_replaced(self) -> None:
         """No step leads back to the last commit any more. Collective: no."""
@@ -150,7 +164,7 @@ class StepFollower:
         slices = [owned for owned in self._owned_slices() if keys is None or owned.key in keys]
         following = [one for one in self._baselines if one.follows and one is not without]
         if following:
-            detection = self._detect(slices)
+            detection = _detect(slices, self._journal.plan)
             for baseline in following:
                 baseline.add(detection, slices)
         self._journal.commit(slices)
@@ -158,13 +172,6 @@ class StepFollower:
 
     def _before_step(self, keys: Collection[str], *_: Any) -> None:
         self.look(keys)
-
-    def _detect(self, slices: Sequence[OwnedSlice]) -> Detection:
-        try:
-            return detect_changes(slices, self._journal.plan)
-        except (UnsupportedError, RuntimeError) as error:  # training goes on; the next update is full
-            detail = f"{type(error).__name__}: {error}"
-            return Detection(reason=Reason.DETECTION_FAILED, detail=detail)
 
 
 class AccumulatedBaseline:
@@ -242,3 +249,11 @@ class AccumulatedBaseline:
     def _distrust(self, detection: Detection) -> None:
         self._doubt = detection
         self._planes.clear()
+
+
+def _detect(slices: Sequence[OwnedSlice], plan: Plan) -> Detection:
+    """What changed, where nobody waits for an error: training goes on, and the next update is full."""
+    try:
+        return detect_changes(slices, plan)
+    except (UnsupportedError, RuntimeError) as error:
+        return Detection(reason=Reason.DETECTION_FAILED, detail=f"{type(error).__name__}: {error}")

@@ -94,14 +94,31 @@ def test_a_doubt_of_an_early_minibatch_on_one_rank_makes_all_full(make: Make) ->
     assert wrong(pairing) == [{}, {}, {}]
 
 
-def test_weights_that_a_full_sync_took_in_mid_air_are_no_base(make: Make) -> None:
-    pairing = make(accumulate=True)
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_weights_that_a_full_sync_took_in_mid_air_are_no_base(make: Make, accumulate: bool) -> None:
+    pairing = make(accumulate=accumulate)
     train(pairing)
     pairing.commit(0)
     train(pairing)
     for trainer in pairing.trainers:
         trainer.tensor(f"0/{EMBED}").mul_(2.0)
     assert pairing.commit(1)[0].verdict.reason is Reason.MASTER_MISMATCH
-    train_epoch(pairing)  # the first step writes the masters back, so that nearly all weights move
+    train(pairing)  # writes the masters back, so that nearly all weights move
     assert pairing.commit(2)[0].verdict.reason is Reason.MASTER_MISMATCH
     assert wrong(pairing) == [{}, {}, {}]
+    train(pairing)
+    assert pairing.commit(3)[0].verdict.kind is Kind.DELTA
+    assert wrong(pairing) == [{}, {}, {}]
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_a_model_that_was_loaded_without_its_masters_is_no_base(make: Make, accumulate: bool) -> None:
+    pairing = make(accumulate=accumulate)
+    for trainer in pairing.trainers:
+        trainer.tensor(f"0/{EMBED}").add_(0.5)
+    pairing.commit(0)
+    for version in (1, 2):
+        train(pairing)
+        stats = pairing.commit(version)
+        assert wrong(pairing) == [{}, {}, {}]
+    assert stats[0].verdict.kind is Kind.DELTA
