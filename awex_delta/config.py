@@ -85,6 +85,8 @@ def resolve(train: TrainEngineConfig, rollout: RolloutConfig) -> ResolvedDelta:
         enabled=True,
         anchor_interval=train.weight_update_anchor_interval,
         encoding=train.weight_update_delta_encoding,
+        verify=train.weight_update_verify,
+        verify_interval=train.weight_update_verify_interval,
         allow_any_world_size=train.world_size_policy == "any",
         accumulate=train.weight_update_delta_accumulate,
         release_grad_buffers=train.weight_update_release_grad_buffers,
@@ -143,6 +145,13 @@ def _train_problems(train: TrainEngineConfig) -> Iterator[str]:
             train.use_lora,
             "LoRA trains adapters, and deltas are found in the optimizer state of full weights",
             "set use_lora: false",
+        )
+    if train.weight_update_verify == "off" and train.weight_update_verify_interval:
+        yield _problem(
+            "train.weight_update_verify_interval",
+            train.weight_update_verify_interval,
+            "nothing is compared while weight_update_verify is 'off'",
+            "set weight_update_verify: touched, or weight_update_verify_interval: 0",
         )
     if train.ppo_n_minibatches < 1:
         yield _problem(

@@ -15,7 +15,7 @@ from typing import Any, get_args
 
 from awex_delta.config import ResolvedDelta
 from awex_delta.errors import ConfigError
-from awex_delta.schema import DeltaEncoding, DiskKind, Transport
+from awex_delta.schema import DeltaEncoding, DeltaVerify, DiskKind, Transport
 from awex_delta.types import DeltaSettings
 
 _DEFAULTS = DeltaSettings()
@@ -28,6 +28,8 @@ _STREAMING = "DTE_STREAMING_RECONSTRUCT"
 # Set only where they differ from what a worker assumes by itself: variable, then field of DeltaSettings.
 _OPTIONAL_VARIABLES: Mapping[str, str] = {
     "DTE_DELTA_ENCODING": "encoding",
+    "DTE_VERIFY": "verify",
+    "DTE_VERIFY_INTERVAL": "verify_interval",
     "DTE_ALLOW_ANY_WORLD_SIZE": "allow_any_world_size",
     "DTE_DELTA_ACCUMULATE": "accumulate",
     "DTE_RELEASE_GRAD_BUFFERS": "release_grad_buffers",
@@ -42,6 +44,7 @@ _OPTIONAL_VARIABLES: Mapping[str, str] = {
 _VARIABLES = (_SEPARATION, _TRANSFER, _ANCHOR, _STREAMING, *_OPTIONAL_VARIABLES)
 _CHOICES: Mapping[str, tuple[str, ...]] = {
     "encoding": get_args(DeltaEncoding),
+    "verify": get_args(DeltaVerify),
     "transport": get_args(Transport),
     "disk_kind": get_args(DiskKind),
 }

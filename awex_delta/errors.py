@@ -12,6 +12,7 @@
     │   └── StaleFrameError    the bytes are whole, but of another run, version or plan
     └── UpdateError            an update did not commit; the next one is a full sync
         ├── UpdateAborted      a rank reported a failure, all ranks gave the update up
+        │   └── VerificationError  an engine's live weights are not the trainer's
         ├── LockstepError      ranks disagree about what they are doing
         ├── PeerError          a peer did not answer in time, or went away
         └── ChainError         no chain of versions in the folder leads where it was asked to
@@ -66,6 +67,10 @@ class UpdateError(AwexDeltaError):
 
 class UpdateAborted(UpdateError):
     """A rank reported a failure, so every rank gave the update up together."""
+
+
+class VerificationError(UpdateAborted):
+    """After the writes an engine's live weights were not the trainer's. Names the tensors."""
 
 
 class LockstepError(UpdateError):

@@ -20,6 +20,7 @@ from awex_delta.rendezvous import Rendezvous
 from awex_delta.session import Session, Stopwatch
 from awex_delta.types import DeltaSettings, EngineView, UpdateStats
 from awex_delta.verdict import Kind
+from awex_delta.verify import Verifier
 from awex_delta.wire.codec import RegionChange, settle
 from awex_delta.wire.frame import unpack_frame
 
@@ -140,13 +141,16 @@ class Receiver:
             watch.lap("connect")
             decision = self._session.propose(self._proposal(version))
             watch.lap("propose")
+            verifier = Verifier(self._session, decision)
             if decision.verdict.kind is Kind.DELTA:
-                num_bytes, num_elements, failure = self._receive_delta(decision, watch)
+                num_bytes, num_elements, failure = self._receive_delta(decision, watch, verifier)
             else:
-                num_bytes, num_elements, failure = self._receive_full(watch)
-            facts = self._session.agree("apply", failure, applied=num_elements)
+                num_bytes, num_elements, failure = self._receive_full(watch, verifier)
+            facts = self._session.agree("apply", failure or verifier.failure, applied=num_elements)
             check_arrived(facts)
             watch.lap("apply")
+            verifier.agree()
+            watch.lap("verify")
         self._commit(decision)
         stats = UpdateStats(
             version=version,
@@ -157,6 +161,7 @@ class Receiver:
             total_changed=sum(fact.get("changed", 0) for fact in facts),
             total_owned=sum(fact.get("owned", 0) for fact in facts),
             full_bytes=self._session.plan.full_bytes,
+            verified=verifier.scope,
             seconds=watch.seconds,
         )
         logger.log(
@@ -205,7 +210,9 @@ class Receiver:
             role="engine", version=version, run_id=held.run_id, held=held.version, dirty=held.dirty
         )
 
-    def _receive_delta(self, decision: Decision, watch: Stopwatch) -> tuple[int, int, str]:
+    def _receive_delta(
+        self, decision: Decision, watch: Stopwatch, verifier: Verifier
+    ) -> tuple[int, int, str]:
         """Stage every frame, agree, then write. Nothing is written before all ranks have staged."""
         self._session.agree("encode", "")
         watch.lap("encode")
@@ -223,6 +230,10 @@ class Receiver:
         watch.lap("stage")
         self._ledger = self._ledger.touch()
         applied, failure = self._session.attempt("apply", lambda: self._apply(staged or []))
+        if not failure:
+            watch.lap("apply")
+            verifier.written(self._targets, staged or [])
+            watch.lap("digest")
         return sum(frame.numel() for _, _, frame in frames), applied or 0, failure
 
     def _stage(self, decision: Decision, frames: list[tuple[int, torch.dtype, torch.Tensor]]) -> Staged:
@@ -262,7 +273,7 @@ class Receiver:
         self._view.synchronize()
         return applied
 
-    def _receive_full(self, watch: Stopwatch) -> tuple[int, int, str]:
+    def _receive_full(self, watch: Stopwatch, verifier: Verifier) -> tuple[int, int, str]:
         """AWEX's dense path writes in place, so the engine is dirty from here to the commit."""
         _, failure = self._session.attempt("prepare", lambda: None)
         self._session.agree("prepare", failure)
@@ -272,6 +283,10 @@ class Receiver:
         self._comm.receive_weights(self._targets, plan, phase="send weights")
         watch.lap("transfer")
         _, failure = self._session.attempt("apply", self._view.synchronize)
+        if not failure:
+            watch.lap("apply")
+            verifier.dense(self._targets, plan)
+            watch.lap("digest")
         return *dense_volume(plan), failure
 
     def _commit(self, decision: Decision) -> None:

@@ -8,7 +8,7 @@ converted and compared where one rank knows both exactly, and the tensor is sent
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +16,7 @@ import torch
 from awex_delta.convert import Relocation, changed_by_value, prove_relocation
 from awex_delta.errors import UnsupportedError
 from awex_delta.numerics.ulp import UNSTATED, apply_code
-from awex_delta.plan.geometry import Box, Selection, select
+from awex_delta.plan.geometry import Box, select
 from awex_delta.plan.regions import Plan, Region
 from awex_delta.plan.specs import OutputSpec, ParamSpec, dtype_name
 from awex_delta.types import ChangeSet, Detection, TrainerView, WeightInfo
@@ -24,6 +24,9 @@ from awex_delta.wire.codec import Codec, RegionChange, whole_is_smaller
 
 Frames = dict[tuple[int, torch.dtype], list[RegionChange]]
 """Region changes by (receiver, wire dtype), in the order of the plan."""
+
+_Place = tuple[int, torch.dtype, int]  # receiver, wire dtype, number of the region in their frame
+_OWNED_PIECE = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +112,7 @@ class Router:
         """Bind routes to the regions that transfer rank `seat` sends."""
         self._view = view
         self._routes = routes
-        self._places: dict[str, list[tuple[int, torch.dtype, int]]] = defaultdict(list)
+        self._places: dict[str, list[_Place]] = defaultdict(list)
         self._regions: dict[tuple[int, torch.dtype], tuple[Region, ...]] = {}
         for (sender, receiver, dtype), regions in plan.regions.items():
             if sender == seat:
@@ -185,20 +188,55 @@ class Router:
         ):
             self._put(frames, name, Changed(index=index, value=output.reshape(-1)[index], code=None))
 
+    def owned(self) -> Iterator[tuple[Region, RegionChange]]:
+        """All elements that this rank speaks for, changed or not, a bounded number at a time. Collective: no.
+
+        Over all ranks they are each element of every engine once, current without any gathering.
+        """
+        for key, route in self._routes.items():
+            if not any(output.name in self._places for output in route.outputs):
+                continue
+            tensor = self._view.tensor(key).detach()
+            if route.relocations is None:
+                for name, output in self._view.convert(key, tensor):
+                    for receiver, dtype, place in self._places.get(name, ()):
+                        region = self._regions[receiver, dtype][place]
+                        yield region, self._whole(output, receiver, dtype, place)
+                continue
+            flat, stop = tensor.reshape(-1), route.info.owned_stop
+            for start in range(route.info.owned_start, stop, _OWNED_PIECE):
+                end = min(start + _OWNED_PIECE, stop)
+                index = torch.arange(start, end, device=flat.device)
+                for relocation in route.relocations:
+                    yield from self._moved(relocation, index, flat[start:end])
+
+    def _moved(
+        self, relocation: Relocation, index: torch.Tensor, value: torch.Tensor
+    ) -> Iterator[tuple[Region, RegionChange]]:
+        """Elements of a parameter, at their places in the regions that one HF tensor is cut into."""
+        there, pick = relocation.map(index)
+        found = Changed(index=there, value=value[pick].to(relocation.dtype), code=None)
+        for (receiver, dtype, place), change in self._spread(relocation.name, found):
+            yield self._regions[receiver, dtype][place], change
+
     def _put(self, frames: Frames, name: str, found: Changed) -> None:
-        """Spread the changes of one HF tensor over the regions that cut it."""
-        cuts: dict[Box, Selection] = {}
+        for (receiver, dtype, place), change in self._spread(name, found):
+            frames[receiver, dtype][place] = change
+
+    def _spread(self, name: str, found: Changed) -> Iterator[tuple[_Place, RegionChange]]:
+        """Cut elements of one HF tensor along the regions. Receivers of the same part get one object."""
+        cuts: dict[Box, RegionChange] = {}
         for receiver, dtype, place in self._places.get(name, ()):
             region = self._regions[receiver, dtype][place]
             if region.source not in cuts:
-                cuts[region.source] = select(found.index, region.source_shape, region.source)
-            cut = cuts[region.source]
-            frames[receiver, dtype][place] = RegionChange(
-                numel=region.numel,
-                index=cut.inner,
-                value=found.value[cut.pick],
-                code=None if found.code is None else found.code[cut.pick],
-            )
+                cut = select(found.index, region.source_shape, region.source)
+                cuts[region.source] = RegionChange(
+                    numel=region.numel,
+                    index=cut.inner,
+                    value=found.value[cut.pick],
+                    code=None if found.code is None else found.code[cut.pick],
+                )
+            yield (receiver, dtype, place), cuts[region.source]
 
     def _add_whole(self, frames: Frames, outputs: Mapping[str, torch.Tensor]) -> None:
         for name, output in outputs.items():

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from awex_delta.errors import ConfigError
 
 WorldSizePolicy = Literal["power_of_two", "any"]
+DeltaVerify = Literal["off", "touched", "full"]
 DeltaEncoding = Literal["indices", "gaps", "ulp", "ulp_zstd", "auto"]
 Transport = Literal["p2p", "disk"]
 DiskKind = Literal["delta", "full"]
@@ -102,6 +103,15 @@ class TrainEngineConfig(_SideConfig):
     """Follow every optimizer step, so that a delta covers any number of them between two updates
     (`ppo_n_minibatches` above 1). It takes one byte of memory for each element whose optimizer state a
     rank holds, and one pass of detection a step in place of one an update."""
+
+    weight_update_verify: DeltaVerify = "touched"
+    """What is compared before an update commits, by 64-bit digests of the trainer's weights and of the
+    engines' live ones, read back after writing. `touched`: in a delta the elements that it wrote, in a full
+    sync all. `full`: all elements, in every update. `off`: nothing. See docs/en/verify.md."""
+
+    weight_update_verify_interval: int = Field(default=0, ge=0)
+    """With `touched`: a delta whose version this number divides compares all elements, as `full` does.
+    0: none does."""
 
     world_size_policy: WorldSizePolicy = "power_of_two"
     """`power_of_two`: trainer and engine ranks together must be a power of two, which the transfer

@@ -22,6 +22,7 @@ from awex_delta.session import Session, Stopwatch
 from awex_delta.tally import PartCount, count_parts
 from awex_delta.types import DeltaSettings, Detection, TrainerView, UpdateStats
 from awex_delta.verdict import Kind, Reason
+from awex_delta.verify import Verifier
 from awex_delta.wire.choice import MIN_SAMPLE_BYTES, cheapest
 from awex_delta.wire.codec import Codec, RegionChange
 from awex_delta.wire.frame import pack_frame
@@ -218,17 +219,25 @@ class Sender:
 
     def _send(self, decision: Decision, detection: Detection, watch: Stopwatch, failure: str) -> UpdateStats:
         """One half of the update, up to the completion agreement. failure: of this rank, so far."""
+        verifier = Verifier(self._session, decision)
         if decision.verdict.kind is Kind.DELTA:
-            num_bytes, num_elements = self._send_delta(decision, detection, watch, failure)
+            num_bytes, num_elements = self._send_delta(decision, detection, watch, verifier, failure)
         else:
             detection = Detection()
-            num_bytes, num_elements = self._send_full(watch, failure)
+            num_bytes, num_elements = self._send_full(watch, verifier, failure)
         changed = detection.num_changed
         facts = self._session.agree(
-            "apply", "", sent=num_elements, bytes=num_bytes, changed=changed, owned=detection.num_owned
+            "apply",
+            verifier.failure,
+            sent=num_elements,
+            bytes=num_bytes,
+            changed=changed,
+            owned=detection.num_owned,
         )
         check_arrived(facts)
         watch.lap("apply")
+        verifier.agree()
+        watch.lap("verify")
         return UpdateStats(
             version=decision.version,
             verdict=decision.verdict,
@@ -240,17 +249,25 @@ class Sender:
             total_changed=sum(fact.get("changed", 0) for fact in facts),
             total_owned=sum(fact.get("owned", 0) for fact in facts),
             full_bytes=self._session.plan.full_bytes,
+            verified=verifier.scope,
             seconds=watch.seconds,
         )
 
     def _send_delta(
-        self, decision: Decision, detection: Detection, watch: Stopwatch, failure: str
+        self,
+        decision: Decision,
+        detection: Detection,
+        watch: Stopwatch,
+        verifier: Verifier,
+        failure: str,
     ) -> tuple[int, int]:
         if self._shares_whole:
             _, late = self._session.attempt(None, self._view.gather_params)
             failure = failure or late
-        packed, here = self._session.attempt("encode", lambda: self._pack(decision, detection))
-        self._session.agree("encode", failure or here)
+        packed, here = self._session.attempt(
+            "encode", lambda: self._pack(decision, detection, watch, verifier)
+        )
+        self._session.agree("encode", failure or here or verifier.failure)
         watch.lap("encode")
         frames, num_elements = packed or ({}, 0)
         for dtype in self._session.plan.dtypes:
@@ -262,10 +279,13 @@ class Sender:
         watch.lap("transfer")
         self._session.agree("stage", "")
         watch.lap("stage")
+        if self._router is not None:
+            verifier.owned(self._router.owned())  # while the engines write
+            watch.lap("digest")
         return sum(frame.numel() for frame in frames.values()), num_elements
 
     def _pack(
-        self, decision: Decision, detection: Detection
+        self, decision: Decision, detection: Detection, watch: Stopwatch, verifier: Verifier
     ) -> tuple[dict[tuple[int, torch.dtype], torch.Tensor], int]:
         """Frames by (receiver, dtype), and the elements in them. A frame without elements is not sent."""
         share = detection.num_changed / detection.num_owned if detection.num_owned else 0.0
@@ -278,6 +298,9 @@ class Sender:
             if count:
                 frames[receiver, dtype] = self._frame(decision, receiver, dtype, codec, changes)
                 total += count
+        watch.lap("encode")
+        verifier.sent(content)
+        watch.lap("digest")
         return frames, total
 
     def _frame(
@@ -291,7 +314,7 @@ class Sender:
         identity = self._session.frame_identity(decision, self._comm.seat, receiver, dtype)
         return pack_frame(identity, codec, changes)
 
-    def _send_full(self, watch: Stopwatch, failure: str) -> tuple[int, int]:
+    def _send_full(self, watch: Stopwatch, verifier: Verifier, failure: str) -> tuple[int, int]:
         _, late = self._session.attempt(None, self._view.gather_params)
         tensors, here = self._session.attempt("prepare", self._convert_all)
         self._session.agree("prepare", failure or late or here)
@@ -299,6 +322,8 @@ class Sender:
         plan = self._session.plan.dense_plan(self._comm.seat, sending=True)
         self._comm.send_weights(tensors or {}, plan, phase="send weights")
         watch.lap("transfer")
+        verifier.dense(tensors or {}, plan)
+        watch.lap("digest")
         return dense_volume(plan)
 
     def _convert_all(self) -> dict[str, torch.Tensor]:

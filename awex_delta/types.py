@@ -152,6 +152,7 @@ class UpdateStats:
         size (trainers; 0 where nothing was detected, as in most full syncs).
     total_wire_bytes, total_changed, total_owned: the same, summed over all trainer ranks.
     full_bytes: payload of a full sync of this pairing, over all ranks.
+    verified: what was compared before the commit: "off", "touched" or "full".
     seconds: wall time by phase.
     """
 
@@ -165,6 +166,7 @@ class UpdateStats:
     total_changed: int = 0
     total_owned: int = 0
     full_bytes: int = 0
+    verified: str = "off"
     seconds: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -175,6 +177,8 @@ class DeltaSettings:
     enabled: False means every sync is a full one and no optimizer hook is installed.
     anchor_interval: committed deltas between two full syncs; 0 means never.
     encoding: name of the delta encoding (`wire.registry`), or "auto".
+    verify: what a delta compares by digests before it commits: "off", "touched" or "full".
+    verify_interval: versions that this divides compare everything; 0 means none does for that reason.
     allow_any_world_size: pad the schedule instead of refusing a world that is no power of two.
     accumulate: follow every optimizer step, so that a delta covers any number of them, for one byte an
         owned element.
@@ -191,6 +195,8 @@ class DeltaSettings:
     enabled: bool = True
     anchor_interval: int = 20
     encoding: str = "indices"
+    verify: str = "touched"
+    verify_interval: int = 0
     allow_any_world_size: bool = False
     accumulate: bool = False
     release_grad_buffers: bool = False

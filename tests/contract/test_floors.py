@@ -49,6 +49,7 @@ FLOORS = {
     "runlog": 3,
     "history": 3,
     "session": 4,
+    "verify": 4,
     "sender": 4,
     "receiver": 4,
     "trainers": 5,

@@ -97,6 +97,8 @@ STOPS = [
     ("stage", ENGINE),
     ("apply", TRAINER),
     ("apply", ENGINE),
+    ("verify", TRAINER),
+    ("verify", ENGINE),
     ("prepare", TRAINER),
     ("prepare", ENGINE),
     ("send weights", TRAINER),
@@ -465,10 +467,10 @@ def test_the_device_has_finished_before_a_version_is_said_to_be_complete(make: M
     engine.committed = lambda version: (seen.append("commit"), committed(version))[1]  # type: ignore[func-returns-value,method-assign]
     comm.gather = record  # type: ignore[method-assign]
     pairing.commit(2)
-    assert seen == ["propose", "encode", "sizes", "stage", "synchronize", "apply", "commit"]
+    assert seen == ["propose", "encode", "sizes", "stage", "synchronize", "apply", "verify", "commit"]
     seen.clear()
     pairing.commit(9)
-    assert seen == ["propose", "prepare", "synchronize", "apply", "commit"]
+    assert seen == ["propose", "prepare", "synchronize", "apply", "verify", "commit"]
 
 
 def test_a_rank_that_never_comes_is_named_at_connect(make: Make) -> None:

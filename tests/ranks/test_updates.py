@@ -198,7 +198,10 @@ def test_statistics_add_up(make: Make) -> None:
     assert sum(s.wire_bytes for s in delta[3:]) == sum(s.wire_bytes for s in delta[:3])
     assert delta[0].total_wire_bytes == sum(s.wire_bytes for s in delta[3:])
     assert delta[-1].total_owned == elements
-    assert set(delta[-1].seconds) == {"connect", "detect", "propose", "encode", "transfer", "stage", "apply"}
+    phases = {"connect", "detect", "propose", "encode", "digest", "transfer", "stage", "apply", "verify"}
+    assert set(delta[-1].seconds) == phases
+    assert {s.verified for s in full} == {"full"}
+    assert {s.verified for s in delta} == {"touched"}
     assert CUT.keys() <= SHAPES.keys()
 
 
