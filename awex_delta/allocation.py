@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from awex_delta.errors import ConfigError
 
 TRAINER_BACKENDS = ("megatron",)
-ENGINE_BACKENDS = ("sglang", "vllm")
+ENGINE_BACKENDS = ("sglang", "vllm", "transformers")
 
 _DIMENSIONS = {"d": "data", "p": "pipeline", "t": "tensor", "c": "context", "e": "expert"}
 _TRAINER_LETTERS = "dptc"

@@ -34,24 +34,19 @@ class SchedulingStrategy(BaseModel):
     """Which role to share devices with, for `colocation`."""
 
 
-class _SideConfig(BaseModel):
-    """What the two sides have in common. Built by keyword or by `load`, it refuses with a `ConfigError`."""
+class Section(BaseModel):
+    """One section of a configuration. Built by keyword or by `load`, it refuses with a `ConfigError`.
+
+    Programs derive their own sections from it, and then refuse in the same words as the package.
+    """
 
     model_config = _STRICT
-
-    backend: str
-    """Allocation string: which backend runs on how many ranks, such as `megatron:d2p1t4` on the
-    trainer's side and `sglang:d2t4p1` or `vllm:d1t2` on the engines'."""
-
-    version: str = "v2"
-    """Generation of the weight-update control plane; `_version` is read as the same setting.
-    Deltas need `v2`."""
 
     if not TYPE_CHECKING:  # type checkers keep the signature that pydantic derives from the fields
 
         def __init__(self, /, **data: Any) -> None:
             try:
-                super().__init__(**_without_version_alias(data))
+                super().__init__(**data)
             except ValidationError as error:
                 raise ConfigError(_explain(type(self), error)) from None
 
@@ -72,6 +67,23 @@ class _SideConfig(BaseModel):
         """
         values: dict[str, Any] = {str(key): value for key, value in data.items()}
         return cls(**values)
+
+
+class _SideConfig(Section):
+    """What the two sides have in common."""
+
+    backend: str
+    """Allocation string: which backend runs on how many ranks, such as `megatron:d2p1t4` on the
+    trainer's side and `sglang:d2t4p1` or `vllm:d1t2` on the engines'."""
+
+    version: str = "v2"
+    """Generation of the weight-update control plane; `_version` is read as the same setting.
+    Deltas need `v2`."""
+
+    if not TYPE_CHECKING:
+
+        def __init__(self, /, **data: Any) -> None:
+            super().__init__(**_without_version_alias(data))
 
 
 class TrainEngineConfig(_SideConfig):

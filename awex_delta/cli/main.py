@@ -55,6 +55,12 @@ def gateway(context: typer.Context) -> None:
     _run("gateway", context)
 
 
+@app.command(context_settings=_FORWARD, help="Say what a run will need, without starting it.")
+def plan(context: typer.Context) -> None:
+    """Plan a run."""
+    _run("plan", context)
+
+
 def _run(name: str, context: typer.Context) -> None:
     """Hand the remaining arguments to the subcommand."""
     module = importlib.import_module(f"awex_delta.cli.{name}")

@@ -35,6 +35,8 @@ FLOORS = {
     "schema": 0,
     "config": 0,
     "environment": 0,
+    "preset": 0,
+    "planning": 1,
     "numerics": 1,
     "wire": 1,
     "plan": 2,

@@ -1,0 +1,137 @@
+"""`awex-delta plan`: what a run will need, on any machine and without a GPU."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from awex_delta.config import RolloutConfig, TrainEngineConfig
+from awex_delta.errors import ConfigError
+from awex_delta.planning import SHARES, Memory, RunPlan, plan_run
+from awex_delta.preset import ModelShape, read_preset
+
+app = typer.Typer(add_completion=False)
+
+_PRESETS = Path(__file__).parents[2] / "examples" / "gsm8k_grpo"
+
+
+@app.command()
+def plan(
+    preset: Annotated[str, typer.Argument(help="A YAML file, or the name of a preset of the example.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="Changes, such as actor.weight_update_delta_encoding=ulp.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
+) -> None:
+    """Print ranks, owners, bytes of an update and memory of a run. Starts nothing.
+
+    Exit codes: 0 when the run can work, 2 when a setting is refused.
+    """
+    beside = _PRESETS / f"{preset}.yaml"
+    try:
+        found = plan_preset(beside if beside.is_file() else Path(preset), overrides or ())
+    except ConfigError as error:
+        typer.echo(f"awex-delta plan: {error}", err=True)
+        raise typer.Exit(code=2) from None
+    if as_json:
+        typer.echo(json.dumps(as_data(found), indent=2))
+    else:
+        show(found, Console())
+
+
+def plan_preset(path: Path, overrides: Sequence[str] = ()) -> RunPlan:
+    """The plan of a preset: its sections `actor`, `rollout` and `model`.
+
+    Args:
+        path: the YAML file.
+        overrides: dotted changes.
+
+    Raises:
+        ConfigError: a section is missing, or a setting cannot work.
+
+    Collective: no.
+    """
+    data = read_preset(path, overrides)
+    missing = [name for name in ("actor", "rollout", "model") if name not in data]
+    if missing:
+        raise ConfigError(f"{path} has no section {', '.join(missing)}. Remedy: write it as in a preset")
+    # The section may say more, such as where the weights are.
+    shape = {name: value for name, value in data["model"].items() if name in ModelShape.model_fields}
+    return plan_run(
+        TrainEngineConfig.load(data["actor"]), RolloutConfig.load(data["rollout"]), ModelShape.load(shape)
+    )
+
+
+def as_data(found: RunPlan) -> dict[str, object]:
+    """The plan as plain data, with its sums."""
+    data = asdict(found)
+    data["parameters"]["total"] = found.parameters.total
+    data["trainer_memory"]["total"] = found.trainer_memory.total
+    data["engine_memory"]["total"] = found.engine_memory.total
+    return data
+
+
+def show(found: RunPlan, console: Console) -> None:
+    """Print a plan for people.
+
+    Args:
+        found: the plan.
+        console: where to.
+    """
+    world_size = found.num_trainer_ranks + found.num_engine_ranks
+    counts = found.parameters
+    rows = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    rows.add_row("trainer", f"{found.trainer}: {found.num_trainer_ranks} ranks")
+    rows.add_row("engines", f"{found.engine}: {found.num_engine_ranks} ranks, {found.num_replicas} replicas")
+    rows.add_row(
+        "world",
+        f"{found.num_trainer_ranks} + {found.num_engine_ranks} = {world_size} ranks, "
+        f"{found.rounds} rounds: allowed",
+    )
+    rows.add_row("parameters", f"{counts.total:,}, of which experts {counts.experts:,}")
+    for owners in found.owners:
+        groups = "  ".join("+".join(map(str, group)) for group in owners.groups)
+        rows.add_row("owners", f"{owners.kind}: trainer ranks {groups}")
+    rows.add_row("memory, trainer rank", _memory(found.trainer_memory))
+    rows.add_row("", f"and in a full sync up to {_size(found.conversion_bytes)} of converted weights")
+    rows.add_row(
+        "", f"and in a delta of {max(SHARES):.1%} {_size(found.detection_bytes)} of positions, and frames"
+    )
+    rows.add_row("memory, engine rank", _memory(found.engine_memory))
+    rows.add_row("full sync", f"{_size(found.full_bytes)} over all engines")
+    console.print(rows)
+    console.print(_traffic(found))
+    for name, value in found.environment.items():
+        console.print(f"export {name}={value}")
+
+
+def _traffic(found: RunPlan) -> Table:
+    table = Table("encoding", "changed", "all bytes", "of full", "largest sender", "largest receiver")
+    for row in found.traffic:
+        mark = " (chosen)" if row.encoding == found.encoding else ""
+        table.add_row(
+            row.encoding + mark,
+            f"{row.changed_share:.1%}",
+            _size(row.total_bytes),
+            f"{row.of_full:.2%}",
+            _size(row.largest_sender_bytes),
+            _size(row.largest_receiver_bytes),
+        )
+    return table
+
+
+def _memory(memory: Memory) -> str:
+    parts = {"weights": memory.weights, "gradients": memory.gradients, "optimizer": memory.optimizer}
+    words = " + ".join(f"{name} {_size(value)}" for name, value in parts.items() if value)
+    return f"{words} = {_size(memory.total)}" if memory.gradients else words
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:,.2f} GB" if count >= 1e9 else f"{count / 1e6:,.2f} MB"

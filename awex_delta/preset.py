@@ -1,0 +1,127 @@
+"""Configuration files of a whole run: read, overridden by dotted arguments, and the shape of the model."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import Field, ValidationInfo, field_validator
+
+from awex_delta.errors import ConfigError
+from awex_delta.schema import Section
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML as people write it: `3e-6` is a number, though YAML 1.1 wants a point in it."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
+)
+
+
+class ModelShape(Section):
+    """The sizes of a Qwen3 or Qwen3-MoE model, under the names of HF configurations."""
+
+    architecture: Literal["Qwen3ForCausalLM", "Qwen3MoeForCausalLM"]
+    """Class of the HF model; `Qwen3MoeForCausalLM` has experts in every layer."""
+
+    vocab_size: int = Field(gt=0)
+    """Rows of the embedding, and of `lm_head`."""
+
+    hidden_size: int = Field(gt=0)
+    """Width of the residual stream."""
+
+    num_hidden_layers: int = Field(gt=0)
+    """Decoder layers."""
+
+    num_attention_heads: int = Field(gt=0)
+    """Query heads."""
+
+    num_key_value_heads: int = Field(gt=0)
+    """Heads of keys and of values."""
+
+    head_dim: int = Field(gt=0)
+    """Width of one head."""
+
+    intermediate_size: int = Field(gt=0)
+    """Width of the feed-forward layers; not used where all layers have experts."""
+
+    num_experts: int = Field(default=0, ge=0)
+    """Experts a layer; 0 in a model without."""
+
+    num_experts_per_tok: int = Field(default=0, ge=0)
+    """Experts that each token passes."""
+
+    moe_intermediate_size: int = Field(default=0, ge=0)
+    """Width of one expert."""
+
+    tie_word_embeddings: bool = False
+    """`lm_head` is the embedding."""
+
+    rope_theta: float = Field(default=10_000.0, gt=0)
+    """Base of the rotary positions."""
+
+    max_position_embeddings: int = Field(default=4096, gt=0)
+    """Longest sequence."""
+
+    @field_validator("num_experts", "num_experts_per_tok", "moe_intermediate_size")
+    @classmethod
+    def _with_experts(cls, value: int, info: ValidationInfo) -> int:
+        if (value > 0) != (info.data.get("architecture") == "Qwen3MoeForCausalLM"):
+            raise ValueError("above 0 in Qwen3MoeForCausalLM and 0 in Qwen3ForCausalLM")
+        return value
+
+
+def read_preset(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Read a YAML file of sections, and change single settings.
+
+    Args:
+        path: the file.
+        overrides: such as `actor.weight_update_anchor_interval=5`; the value is read as YAML.
+
+    Returns:
+        Plain data by section; each section checks its own.
+
+    Raises:
+        ConfigError: the file cannot be read or holds no sections, or an override is not of that form.
+
+    Collective: no.
+    """
+    try:
+        data = _read(path.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path}: {error}. Remedy: name a YAML file such as a preset") from error
+    if not isinstance(data, dict) or not all(isinstance(section, dict) for section in data.values()):
+        raise ConfigError(f"{path}: it holds no sections. Remedy: write them as in a preset")
+    for override in overrides:
+        _override(data, override)
+    return data
+
+
+def _override(data: dict[str, Any], override: str) -> None:
+    name, equals, text = override.partition("=")
+    section, *inner = name.split(".")
+    if not equals or not inner or section not in data:
+        raise ConfigError(
+            f"override {override!r} is not of the form section.setting=value. Remedy: begin with one of "
+            f"{', '.join(data)}, such as actor.weight_update_anchor_interval=5"
+        )
+    place = data[section]
+    for step in inner[:-1]:
+        place = place.setdefault(step, {})
+        if not isinstance(place, dict):
+            raise ConfigError(
+                f"override {override!r}: {step} is one setting, not a group. Remedy: name it alone"
+            )
+    try:
+        place[inner[-1]] = _read(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"override {override!r}: {error}. Remedy: write the value as in YAML") from error
+
+
+def _read(text: str) -> Any:
+    return yaml.load(text, _Loader)  # noqa: S506 - derived from the safe loader
