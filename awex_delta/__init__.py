@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from awex_delta.rendezvous import Rendezvous, host_store
     from awex_delta.runlog import RunLog
     from awex_delta.sender import Sender
+    from awex_delta.targets import Targets, TargetsUpdate
     from awex_delta.types import DeltaSettings, EngineTensor, EngineView, TrainerView, UpdateStats
     from awex_delta.verdict import Kind, Reason, Verdict
 
@@ -48,6 +49,7 @@ _HOMES = {
     "rendezvous": ("Rendezvous", "host_store"),
     "runlog": ("RunLog",),
     "sender": ("Sender",),
+    "targets": ("Targets", "TargetsUpdate"),
     "types": (*("DeltaSettings", "EngineTensor", "EngineView", "TrainerView", "UpdateStats"),),
     "verdict": ("Kind", "Reason", "Verdict"),
 }
@@ -69,6 +71,8 @@ __all__ = [
     "RolloutConfig",
     "RunLog",
     "Sender",
+    "Targets",
+    "TargetsUpdate",
     "TrainEngineConfig",
     "TrainerView",
     "UpdateAborted",

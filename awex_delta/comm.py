@@ -66,6 +66,7 @@ class Comm:
         self.epoch = -1
         self.purpose = "connect"
         self.trace: list[str] = []
+        self.has_met = False
         self._device = device or torch.device("cpu")
         self._timeout = timedelta(seconds=timeout_seconds)
         self._connect_timeout = timedelta(seconds=connect_timeout_seconds)
@@ -97,6 +98,21 @@ class Comm:
             )
         return False
 
+    def absent_engines(self) -> tuple[int, ...]:
+        """Engine ranks that are neither connected with this rank nor waiting to be.
+
+        Raises:
+            PeerError, ConnectError: the store does not answer.
+
+        Collective: no.
+        """
+        epoch = self._read_epoch()
+        if self._group is not None and epoch == self.epoch:
+            return ()
+        store = self._open_store()
+        engines = range(self.rendezvous.num_engine_ranks)
+        return tuple(rank for rank in engines if store.find(f"{epoch}/seat/{rank}") is None)
+
     def connect(self) -> None:
         """Join the current epoch, or open a new one where this seat was taken before.
 
@@ -121,6 +137,7 @@ class Comm:
             c10d._set_pg_timeout(self._timeout, self._group)  # noqa: SLF001 - torch has no public name for it
             if self._device.type == "cuda":
                 self._weights_group = self._new_group("nccl", self._timeout)
+            self.has_met = True
         except (RuntimeError, PeerError) as error:
             seats = range(self.rendezvous.world_size)
             missing = [seat for seat in seats if store.find(f"{epoch}/seat/{seat}") is None]

@@ -180,7 +180,11 @@ class Sender:
             self._ledger = self._ledger.abort()
             raise
         self._ledger = self._ledger.commit(version, decision.verdict.kind)
-        self._view.committed()
+        try:
+            self._view.committed()
+        except BaseException:
+            self._ledger = self._ledger.abort()  # nobody knows what later changes would count from
+            raise
         is_delta = decision.verdict.kind is Kind.DELTA
         self._changed_by_key = {c.key: c.num_changed for c in detection.changes} if is_delta else None
         if stats.wire_bytes >= MIN_SAMPLE_BYTES:

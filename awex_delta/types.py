@@ -264,6 +264,17 @@ class TrainerView(Protocol):
 
 
 @runtime_checkable
+class SharedTrainerView(TrainerView, Protocol):
+    """A trainer that several groups of engines can follow, each at its own version."""
+
+    def fork(self) -> SharedTrainerView:
+        """The same trainer, with changes counted from commits of its own. Rank-local."""
+
+    def detach(self) -> None:
+        """Stop recording optimizer steps for this view. Rank-local."""
+
+
+@runtime_checkable
 class EngineView(Protocol):
     """What the receiver needs from an inference engine. Every method is rank-local."""
 

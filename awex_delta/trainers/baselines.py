@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
+from weakref import WeakSet
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -57,7 +58,7 @@ class Baselines:
         self._owned_slices = owned_slices
         self._watched = watched
         self._follower = StepFollower(owned_slices, watched) if accumulate else None
-        self._all: list[Baseline] = []
+        self._all: WeakSet[Baseline] = WeakSet()
 
     def add(self) -> Baseline:
         """A baseline that holds nothing before its first `committed`. Collective: no."""
@@ -65,7 +66,7 @@ class Baselines:
             baseline: Baseline = self._follower.add()
         else:
             baseline = OneStepBaseline(self._owned_slices, self._watched)
-        self._all.append(baseline)
+        self._all.add(baseline)
         return baseline
 
     def weights_replaced(self) -> None:
@@ -229,11 +230,11 @@ class AccumulatedBaseline:
 
     def committed(self) -> None:
         """Later detections count from the weights as they are now. Collective: no."""
+        self._doubt = Detection(reason=Reason.STEP_GAP)  # stays if anything below fails
         self._follower.look(without=self)
         for plane in self._planes.values():
             plane.zero_()
-        if not self._detached:
-            self._doubt = None
+        self._doubt = Detection(reason=Reason.NO_STEP_RECORD) if self._detached else None
 
     def weights_replaced(self) -> None:
         """No sum of steps leads back to the last commit any more. Collective: no."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -201,8 +202,14 @@ class MegatronTrainer:
         """Frees the gradient buffers inside, if so configured; they come back zeroed. Collective: no."""
         return self._without_grad_buffers() if self._settings.release_grad_buffers else nullcontext()
 
+    def fork(self) -> MegatronTrainer:
+        """The same trainer, with changes counted from commits of its own. Collective: no."""
+        twin = copy.copy(self)
+        twin._baseline = self._baselines.add()  # noqa: SLF001 - of the same class
+        return twin
+
     def detach(self) -> None:
-        """Remove the optimizer hooks. Collective: no."""
+        """Remove the optimizer hooks that exist for this view. Collective: no."""
         self._baseline.detach()
 
     @contextmanager

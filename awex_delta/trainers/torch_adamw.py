@@ -6,6 +6,7 @@ ranks built from the same seed take identical full steps, and each owns an even 
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -224,8 +225,14 @@ class TorchAdamWTrainer:
         """Gradients are freed after every step, so there is nothing to release. Collective: no."""
         return nullcontext()
 
+    def fork(self) -> TorchAdamWTrainer:
+        """The same trainer, with changes counted from commits of its own. Collective: no."""
+        twin = copy.copy(self)
+        twin._baseline = self._baselines.add()  # noqa: SLF001 - of the same class
+        return twin
+
     def detach(self) -> None:
-        """Remove the optimizer hooks. Collective: no."""
+        """Remove the optimizer hooks that exist for this view. Collective: no."""
         self._baseline.detach()
 
     def _info(self, name: str, tensor: torch.Tensor) -> WeightInfo:

@@ -57,6 +57,7 @@ FLOORS = {
     "trainers": 5,
     "engines": 5,
     "transports": 5,
+    "targets": 5,
     "attach": 6,
     "gateway": 6,
     "": 6,  # the package itself re-exports public names

@@ -18,6 +18,7 @@ PUBLIC_NAMES = {
     "__version__",
     *("attach_megatron", "attach_transformers", "Sender", "Receiver", "Rendezvous", "host_store"),
     *("RunLog", "read_run"),
+    *("Targets", "TargetsUpdate"),
     *("TrainEngineConfig", "RolloutConfig", "resolve", "worker_environment"),
     *("scrub_worker_environment", "settings_from_environment"),
     *("TrainerView", "EngineView", "EngineTensor"),

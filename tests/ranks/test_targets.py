@@ -1,0 +1,314 @@
+"""One trainer and two groups of engines: different paces, failures of one group, on thread ranks."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch._C._distributed_c10d import HashStore
+
+from awex_delta.errors import ConfigError, LockstepError
+from awex_delta.receiver import Receiver
+from awex_delta.rendezvous import Rendezvous
+from awex_delta.targets import Targets, TargetsUpdate
+from awex_delta.testing.dict_engine import DictEngine
+from awex_delta.testing.faults import FaultPlan
+from awex_delta.testing.pairing import differing
+from awex_delta.testing.ranks import ThreadRanks, results
+from awex_delta.trainers.torch_adamw import TorchAdamWTrainer
+from awex_delta.types import DeltaSettings
+from awex_delta.verdict import Kind, Reason
+from tests.ranks.conftest import CUT, SETTINGS, SHAPES
+
+TRAINERS = 2
+A, B = "students", "judges"
+ENGINES = {A: 2, B: 1}
+"""Target A is one engine on two ranks, B a whole engine on one."""
+
+
+class World:
+    """Two trainer ranks, then the engine ranks of A, then that of B: each a thread."""
+
+    def __init__(self, settings: DeltaSettings) -> None:
+        self.settings = settings
+        self.threads = ThreadRanks(TRAINERS + sum(ENGINES.values()))
+        store = HashStore()
+        self.places = {
+            name: Rendezvous(num_engine_ranks=count, num_trainer_ranks=TRAINERS, name=name, store=store)
+            for name, count in ENGINES.items()
+        }
+        meeting = Rendezvous(num_engine_ranks=0, num_trainer_ranks=TRAINERS, name="trainers", store=store)
+        self.trainers = [
+            TorchAdamWTrainer.create(SHAPES, lr=1e-5, dp_rank=rank, dp_size=TRAINERS, settings=settings)
+            for rank in range(TRAINERS)
+        ]
+        self.targets = [
+            Targets(trainer, trainers=meeting, trainer_rank=rank, settings=settings)
+            for rank, trainer in enumerate(self.trainers)
+        ]
+        self.engines = {
+            A: [DictEngine(SHAPES, cut=CUT, rank=rank, num_ranks=2) for rank in range(2)],
+            B: [DictEngine(SHAPES)],
+        }
+        self.receivers = {name: [self._receiver(name, r) for r in range(n)] for name, n in ENGINES.items()}
+        self.truth: dict[str, Mapping[str, torch.Tensor]] = {}
+
+    def add(self, *names: str, **options: Any) -> None:
+        for targets in self.targets:
+            for name in names:
+                targets.add(name, self.places[name], **options)
+
+    def train(self) -> None:
+        for trainer in self.trainers:
+            trainer.train_step()
+
+    def update(
+        self, versions: Mapping[str, int], *, engines: Mapping[str, int] | None = None
+    ) -> TargetsUpdate:
+        """Update on all ranks; `engines` says which groups take part, those of `versions` by default."""
+        taking_part = versions if engines is None else engines
+
+        def run(thread: int) -> object:
+            if thread < TRAINERS:
+                return self.targets[thread].update_weights(versions)
+            name, rank = (A, thread - TRAINERS) if thread < TRAINERS + 2 else (B, 0)
+            if name in taking_part:
+                try:
+                    return self.receivers[name][rank].update_weights(taking_part[name])
+                except Exception as error:  # noqa: BLE001 - what became of it is the trainer's to say here
+                    return repr(error)
+            return None
+
+        outcome = results(self.threads.run(run))
+        updates = [one for one in outcome[:TRAINERS] if isinstance(one, TargetsUpdate)]
+        assert updates[0].committed.keys() == updates[1].committed.keys()
+        assert updates[0].failed == updates[1].failed
+        for name in updates[0].committed:
+            self.truth[name] = {
+                info.param: self.trainers[0].tensor(info.key).clone() for info in self.trainers[0].weights()
+            }
+        return updates[0]
+
+    def on_engine(self, name: str, job: Callable[[], None]) -> None:
+        first = TRAINERS if name == A else TRAINERS + 2
+        results(self.threads.run(lambda thread: job() if thread == first else None))
+
+    def restart(self, name: str) -> None:
+        self.engines[name][0] = DictEngine(SHAPES)
+        self.receivers[name][0] = self._receiver(name, 0)
+
+    def check(self) -> None:
+        """Every group holds exactly the weights of its own last commit, bit for bit."""
+        for name, weights in self.truth.items():
+            for engine in self.engines[name]:
+                assert differing(engine, weights) == {}, name
+
+    def close(self) -> None:
+        ends: list[Targets | Receiver] = [*self.targets, *self.receivers[A], *self.receivers[B]]
+        self.threads.run(lambda thread: ends[thread].close())
+        self.threads.close()
+
+    def _receiver(self, name: str, rank: int) -> Receiver:
+        return Receiver(self.engines[name][rank], self.places[name], rank, name, self.settings)
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., World]]:
+    built: list[World] = []
+
+    def build(*names: str, **changes: Any) -> World:
+        world = World(replace(SETTINGS, encoding="ulp", **changes))
+        built.append(world)
+        world.add(*(names or (A, B)))
+        return world
+
+    yield build
+    for world in built:
+        world.close()
+
+
+def kind(update: TargetsUpdate, name: str) -> str:
+    verdict = update.committed[name].verdict
+    return "D" if verdict.kind is Kind.DELTA else verdict.reason.name
+
+
+@pytest.mark.parametrize(
+    ("accumulate", "fast", "slow"),
+    [
+        (False, ["FIRST_SYNC", *"DDDDDDD"], ["FIRST_SYNC", "STEP_GAP", "STEP_GAP"]),
+        (True, ["FIRST_SYNC", *"DDDDDDD"], ["FIRST_SYNC", "D", "D"]),
+    ],
+)
+def test_two_groups_at_different_paces(
+    make: Callable[..., World], accumulate: bool, fast: list[str], slow: list[str]
+) -> None:
+    world = make(accumulate=accumulate)
+    kinds: dict[str, list[str]] = {A: [], B: []}
+    for step in range(8):
+        world.train()
+        versions = {A: step} if step % 3 else {A: step, B: 100 + step // 3}
+        update = world.update(versions)
+        assert (set(update.committed), update.failed) == (set(versions), {})
+        for name in versions:
+            kinds[name].append(kind(update, name))
+        world.check()
+    assert kinds == {A: fast, B: slow}
+    assert [world.targets[1][name].version for name in world.targets[1]] == [7, 102]
+    assert world.truth[A]["model.norm.weight"].equal(world.truth[B]["model.norm.weight"]) is False
+
+
+@pytest.mark.parametrize("order", [(A, B), (B, A)])
+def test_a_group_that_is_gone_stops_nobody_and_comes_back(
+    make: Callable[..., World], order: tuple[str, str]
+) -> None:
+    world = make(*order, accumulate=True)
+    for step in range(2):
+        world.train()
+        world.update({A: step, B: step})
+    world.on_engine(B, world.receivers[B][0].close)
+    for step in (2, 3, 4):
+        world.train()
+        started = time.monotonic()
+        update = world.update({A: step, B: step}, engines={A: step})
+        assert kind(update, A) == "D"
+        assert update.failed.keys() == {B}
+        assert "engine rank 0" in update.failed[B]
+        assert time.monotonic() - started < SETTINGS.timeout_seconds, "nobody waits for who is gone"
+        world.check()
+    world.restart(B)
+    world.train()
+
+    waiting = world.targets[0][B].comm
+    train_update = world.targets[0].update_weights
+
+    def when_it_waits(versions: Mapping[str, int]) -> TargetsUpdate:
+        while waiting.absent_engines():
+            time.sleep(0.01)
+        return train_update(versions)
+
+    world.targets[0].update_weights = when_it_waits  # type: ignore[method-assign]
+    update = world.update({A: 5, B: 5})
+    assert (kind(update, A), update.failed) == ("D", {})
+    assert update.committed[B].verdict.kind is Kind.FULL
+    world.check()
+    world.train()
+    update = world.update({A: 6, B: 6})
+    assert (kind(update, A), kind(update, B)) == ("D", "D")
+    world.check()
+
+
+def test_a_group_that_hangs_is_given_up_and_the_others_go_on(make: Callable[..., World]) -> None:
+    world = make(A)
+    world.add(B, settings=replace(world.settings, timeout_seconds=0.5, connect_timeout_seconds=2.0))
+    for step in range(2):
+        world.train()
+        world.update({A: step, B: step})
+    world.train()
+    update = world.update({A: 2, B: 2}, engines={A: 2})
+    assert (kind(update, A), list(update.failed)) == ("D", [B])
+    assert "PeerError" in update.failed[B]
+    assert "trainer rank 1: " in update.failed[B]
+    world.check()
+
+
+@pytest.mark.parametrize("order", [(A, B), (B, A)])
+def test_a_failure_on_one_trainer_rank_is_one_of_that_target_alone(
+    make: Callable[..., World], order: tuple[str, str]
+) -> None:
+    world = make(*order, accumulate=True)
+    for step in range(2):
+        world.train()
+        world.update({A: step, B: step})
+    world.train()
+    fault = FaultPlan()
+    fault.fail("encode")
+    world.targets[1][B]._session._on_phase = fault.on_phase
+    update = world.update({A: 2, B: 2})
+    assert (kind(update, A), list(update.failed)) == ("D", [B])
+    assert "InjectedFault" in update.failed[B]
+    world.check()
+    world.train()
+    update = world.update({A: 3, B: 2})
+    assert (kind(update, A), kind(update, B)) == ("D", Reason.PREVIOUS_ABORTED.name)
+    world.check()
+
+
+def test_what_one_rank_raises_after_the_commit_is_a_full_sync_later(
+    make: Callable[..., World], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = make(accumulate=True)
+    for step in range(2):
+        world.train()
+        world.update({A: step, B: step})
+    world.train()
+    view: Any = world.targets[1][A]._view
+
+    def fail() -> None:
+        raise KeyError("a bug of the adapter")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(view, "committed", fail)
+        update = world.update({A: 2, B: 2})
+    assert update.failed == {A: "trainer rank 1: KeyError: 'a bug of the adapter'"}
+    update = world.update({A: 3, B: 3})
+    assert (kind(update, A), kind(update, B)) == (Reason.PREVIOUS_ABORTED.name, "D")
+    world.check()
+
+
+def test_a_target_may_leave_and_another_one_come(make: Callable[..., World]) -> None:
+    world = make(accumulate=True)
+    world.train()
+    world.update({A: 0, B: 0})
+    followers = world.trainers[0]._baselines._all
+    held = len(followers)
+    results(world.threads.run(lambda thread: world.targets[thread].remove(B) if thread < TRAINERS else None))
+    gc.collect()
+    assert len(followers) == held - 1
+    world.train()
+    assert kind(world.update({A: 1}), A) == "D"
+    world.restart(B)
+    world.add(B)
+    world.train()
+    update = world.update({B: 7, A: 2})
+    assert (kind(update, A), kind(update, B)) == ("D", "FIRST_SYNC")
+    world.check()
+
+
+def test_ranks_that_mean_different_targets_all_refuse(make: Callable[..., World]) -> None:
+    world = make()
+
+    def run(thread: int) -> object:
+        return world.targets[thread].update_weights({A: thread}) if thread < TRAINERS else None
+
+    outcome = world.threads.run(run)
+    assert [type(one) for one in outcome[:TRAINERS]] == [LockstepError, LockstepError]
+    world.train()
+    assert set(world.update({A: 0, B: 0}).committed) == {A, B}
+    world.check()
+
+
+def test_wrong_arguments_name_what_is_wrong() -> None:
+    store = HashStore()
+    view = TorchAdamWTrainer.create(SHAPES)
+    meeting = Rendezvous(num_engine_ranks=0, num_trainer_ranks=1, name="trainers", store=store)
+    place = Rendezvous(num_engine_ranks=1, num_trainer_ranks=1, name=A, store=store)
+    with pytest.raises(ConfigError, match="num_engine_ranks=1"):
+        Targets(view, trainers=place, trainer_rank=0, settings=SETTINGS)
+    targets = Targets(view, trainers=meeting, trainer_rank=0, settings=SETTINGS)
+    targets.add(A, place)
+    with pytest.raises(ConfigError, match="exists already"):
+        targets.add(A, place)
+    with pytest.raises(ConfigError, match="num_trainer_ranks=2"):
+        targets.add(B, replace(place, num_trainer_ranks=2))
+    with pytest.raises(ConfigError, match=r"timeout_seconds=9 s is longer than the 2 s"):
+        targets.add(B, place, settings=replace(SETTINGS, timeout_seconds=9))
+    with pytest.raises(ConfigError, match="'judges' is not known; there are: students"):
+        targets.update_weights({B: 0})
+    with pytest.raises(ConfigError, match="version=-1"):
+        targets.update_weights({A: -1})
+    assert list(targets) == [A]
