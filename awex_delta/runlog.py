@@ -20,8 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from awex_delta._version import __version__
 from awex_delta.errors import ConfigError
-from awex_delta.tally import PartCount
-from awex_delta.types import DeltaSettings, UpdateStats
+from awex_delta.types import DeltaSettings, PartCount, UpdateStats
 from awex_delta.verdict import Reason
 
 FORMAT = 1
@@ -36,7 +35,7 @@ class _Line(BaseModel):
 
 
 class Part(_Line):
-    """Changes of one kind of tensor in one layer, as `tally.PartCount` counts them."""
+    """Changes of one kind of tensor in one layer, as `PartCount` counts them."""
 
     layer: int | None
     kind: str

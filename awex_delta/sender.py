@@ -19,8 +19,8 @@ from awex_delta.plan.specs import TrainerSpec
 from awex_delta.rendezvous import Rendezvous
 from awex_delta.routes import Route, Router, find_routes, param_specs
 from awex_delta.session import Session, Stopwatch
-from awex_delta.tally import PartCount, count_parts
-from awex_delta.types import DeltaSettings, Detection, TrainerView, UpdateStats
+from awex_delta.tally import count_parts
+from awex_delta.types import DeltaSettings, Detection, PartCount, TrainerView, UpdateStats
 from awex_delta.verdict import Kind, Reason
 from awex_delta.verify import Verifier
 from awex_delta.wire.choice import MIN_SAMPLE_BYTES, cheapest

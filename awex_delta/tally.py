@@ -5,26 +5,12 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from awex_delta.routes import Route
+from awex_delta.types import PartCount
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.(.+)$")
 _EXPERT = re.compile(r"\.\d+(?=\.)|(?<=weight)\d+$")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PartCount:
-    """Changed and owned elements of one kind of tensor in one layer.
-
-    layer: index in the whole model, whatever pipeline stage holds it; None outside the layers.
-    kind: the trainer's name of the parameter inside its layer; the experts of a layer count together.
-    """
-
-    layer: int | None
-    kind: str
-    changed: int
-    owned: int
 
 
 def count_parts(routes: Mapping[str, Route], changed: Mapping[str, int]) -> tuple[PartCount, ...]:

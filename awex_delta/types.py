@@ -171,6 +171,20 @@ class UpdateStats:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PartCount:
+    """Changed and owned elements of one kind of tensor in one layer.
+
+    layer: index in the whole model, whatever pipeline stage holds it; None outside the layers.
+    kind: the trainer's name of the parameter inside its layer; the experts of a layer count together.
+    """
+
+    layer: int | None
+    kind: str
+    changed: int
+    owned: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaSettings:
     """What both sides of one pairing must agree on, and the timeouts. Made by `config`.
 

@@ -61,6 +61,12 @@ def plan(context: typer.Context) -> None:
     _run("plan", context)
 
 
+@app.command(context_settings=_FORWARD, help="Make one HTML page of a training's RUN.jsonl.")
+def report(context: typer.Context) -> None:
+    """Draw the report."""
+    _run("report", context)
+
+
 def _run(name: str, context: typer.Context) -> None:
     """Hand the remaining arguments to the subcommand."""
     module = importlib.import_module(f"awex_delta.cli.{name}")

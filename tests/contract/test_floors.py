@@ -50,6 +50,7 @@ FLOORS = {
     "tally": 3,
     "runlog": 3,
     "history": 3,
+    "report": 4,
     "session": 4,
     "verify": 4,
     "sender": 4,

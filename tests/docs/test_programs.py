@@ -23,9 +23,9 @@ from awex_delta import (
     resolve,
 )
 from awex_delta.engines.sglang_loader import LOAD_FORMAT, Instruction
-from awex_delta.tally import PartCount
 from awex_delta.testing.procs import Rank, run_ranks
 from awex_delta.testing.tiny_models import TinySpec, build_trainer, hf_config
+from awex_delta.types import PartCount
 from awex_delta.verdict import Kind, Reason, Verdict
 from tests.docs.blocks import ROOT, blocks_of, pages, python_blocks
 

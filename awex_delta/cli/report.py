@@ -1,0 +1,55 @@
+"""`awex-delta report`: one self-contained page about a training's weight updates."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+from rich.console import Console
+
+from awex_delta.cli.output import STDOUT, check_output, write_json
+from awex_delta.errors import ConfigError
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
+def report(
+    run: Annotated[Path, typer.Argument(help="The RUN.jsonl that the training's RunLog wrote.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The page.")] = Path("report.html"),
+    json_path: Annotated[
+        Path | None, typer.Option("--json", help="Also write the summary here; - for stdout.")
+    ] = None,
+) -> None:
+    """Draw what every update changed, sent and took, with the reasons of full syncs, as one HTML page.
+
+    Exit code 0 when the page was written, 2 when the run cannot be read or the page not be written.
+    """
+    check_output("--output", output)
+    check_output("--json", json_path)
+    try:
+        page = importlib.import_module("awex_delta.report.page")
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "matplotlib":
+            raise
+        _refuse("the pictures need matplotlib: pip install 'awex-delta[report]'")
+    try:
+        history = importlib.import_module("awex_delta.history").read_run(run)
+    except ConfigError as error:
+        _refuse(str(error))
+    with Console(stderr=True).status(f"Drawing {len(history.updates)} updates"):
+        output.write_text(page.render(history), encoding="utf-8")
+    summary = dataclasses.asdict(page.summarize(history.updates))
+    write_json(json_path, summary)
+    if json_path != STDOUT:
+        for note in history.notes:
+            typer.echo(note, err=True)
+        typer.echo(f"{output}: {summary['num_deltas']} of {summary['num_updates']} updates were deltas")
+
+
+def _refuse(message: str) -> NoReturn:
+    typer.echo(f"awex-delta report: {message}", err=True)
+    raise typer.Exit(code=2)
