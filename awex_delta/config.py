@@ -88,6 +88,7 @@ def resolve(train: TrainEngineConfig, rollout: RolloutConfig) -> ResolvedDelta:
         verify=train.weight_update_verify,
         verify_interval=train.weight_update_verify_interval,
         allow_any_world_size=train.world_size_policy == "any",
+        method=train.weight_update_delta_method,
         accumulate=train.weight_update_delta_accumulate,
         release_grad_buffers=train.weight_update_release_grad_buffers,
         timeout_seconds=train.weight_update_timeout_seconds,
@@ -160,7 +161,7 @@ def _train_problems(train: TrainEngineConfig) -> Iterator[str]:
             "without a step nothing is trained",
             "set ppo_n_minibatches: 1",
         )
-    elif train.ppo_n_minibatches > 1 and not train.weight_update_delta_accumulate:
+    elif train.ppo_n_minibatches > 1 and not _covers_many_steps(train):
         yield _problem(
             "train.ppo_n_minibatches",
             train.ppo_n_minibatches,
@@ -169,6 +170,17 @@ def _train_problems(train: TrainEngineConfig) -> Iterator[str]:
             "set weight_update_delta_accumulate: true, which follows every step for one byte of memory an "
             "owned element, or set ppo_n_minibatches: 1",
         )
+    if train.weight_update_delta_accumulate and train.weight_update_delta_method != "adamw":
+        yield _problem(
+            "train.weight_update_delta_accumulate",
+            train.weight_update_delta_accumulate,
+            "only inverted steps are added up; a snapshot covers any number of steps by itself",
+            "set weight_update_delta_accumulate: false, or weight_update_delta_method: adamw",
+        )
+
+
+def _covers_many_steps(train: TrainEngineConfig) -> bool:
+    return train.weight_update_delta_accumulate or train.weight_update_delta_method == "snapshot"
 
 
 def _disk_problems(train: TrainEngineConfig) -> Iterator[str]:

@@ -15,7 +15,7 @@ from typing import Any, get_args
 
 from awex_delta.config import ResolvedDelta
 from awex_delta.errors import ConfigError
-from awex_delta.schema import DeltaEncoding, DeltaVerify, DiskKind, Transport
+from awex_delta.schema import DeltaEncoding, DeltaMethod, DeltaVerify, DiskKind, Transport
 from awex_delta.types import DeltaSettings
 
 _DEFAULTS = DeltaSettings()
@@ -31,6 +31,7 @@ _OPTIONAL_VARIABLES: Mapping[str, str] = {
     "DTE_VERIFY": "verify",
     "DTE_VERIFY_INTERVAL": "verify_interval",
     "DTE_ALLOW_ANY_WORLD_SIZE": "allow_any_world_size",
+    "DTE_DELTA_METHOD": "method",
     "DTE_DELTA_ACCUMULATE": "accumulate",
     "DTE_RELEASE_GRAD_BUFFERS": "release_grad_buffers",
     "DTE_TIMEOUT_SECONDS": "timeout_seconds",
@@ -45,6 +46,7 @@ _VARIABLES = (_SEPARATION, _TRANSFER, _ANCHOR, _STREAMING, *_OPTIONAL_VARIABLES)
 _CHOICES: Mapping[str, tuple[str, ...]] = {
     "encoding": get_args(DeltaEncoding),
     "verify": get_args(DeltaVerify),
+    "method": get_args(DeltaMethod),
     "transport": get_args(Transport),
     "disk_kind": get_args(DiskKind),
 }

@@ -16,6 +16,7 @@ from awex_delta.errors import ConfigError
 WorldSizePolicy = Literal["power_of_two", "any"]
 DeltaVerify = Literal["off", "touched", "full"]
 DeltaEncoding = Literal["indices", "gaps", "ulp", "ulp_zstd", "auto"]
+DeltaMethod = Literal["adamw", "snapshot"]
 Transport = Literal["p2p", "disk"]
 DiskKind = Literal["delta", "full"]
 
@@ -97,8 +98,10 @@ class TrainEngineConfig(_SideConfig):
     """Send only the elements that the optimizer step changed. Off: every update is a full one,
     exactly as AWEX does it."""
 
-    weight_update_delta_method: Literal["adamw"] = "adamw"
-    """How changes are found. `adamw`: by inverting the optimizer's last AdamW step."""
+    weight_update_delta_method: DeltaMethod = "adamw"
+    """How changes are found. `adamw`: by inverting the optimizer's AdamW step, which keeps no copy.
+    `snapshot`: by comparing with a copy of the weights, for any optimizer and any number of steps
+    between two updates; 2 bytes of memory for each element whose optimizer state a rank holds."""
 
     weight_update_anchor_interval: int = Field(default=20, ge=0)
     """Committed deltas between two full syncs (anchors). 20: after 20 deltas the next update is full.
@@ -162,7 +165,7 @@ class TrainEngineConfig(_SideConfig):
 
     ppo_n_minibatches: int = 1
     """Optimizer steps that the trainer makes between two weight updates. Deltas need 1, or
-    `weight_update_delta_accumulate`."""
+    `weight_update_delta_accumulate`, or the method `snapshot`."""
 
 
 class RolloutConfig(_SideConfig):

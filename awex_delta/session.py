@@ -32,7 +32,14 @@ ROW_BYTES = 4096
 
 _DETAIL_CHARS = 600
 _LOCAL_SETTINGS = frozenset(
-    {"accumulate", "read_workers", "release_grad_buffers", "timeout_seconds", "connect_timeout_seconds"}
+    {
+        "accumulate",
+        "method",
+        "read_workers",
+        "release_grad_buffers",
+        "timeout_seconds",
+        "connect_timeout_seconds",
+    }
 )
 
 Value = TypeVar("Value")

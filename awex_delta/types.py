@@ -194,6 +194,8 @@ class DeltaSettings:
     verify: what a delta compares by digests before it commits: "off", "touched" or "full".
     verify_interval: versions that this divides compare everything; 0 means none does for that reason.
     allow_any_world_size: pad the schedule instead of refusing a world that is no power of two.
+    method: how a trainer rank finds changes: "adamw" inverts optimizer steps, "snapshot" compares with a
+        bf16 copy of the owned elements.
     accumulate: follow every optimizer step, so that a delta covers any number of them, for one byte an
         owned element.
     release_grad_buffers: free Megatron's gradient buffers for the transfer (restored whatever happens).
@@ -212,6 +214,7 @@ class DeltaSettings:
     verify: str = "touched"
     verify_interval: int = 0
     allow_any_world_size: bool = False
+    method: str = "adamw"
     accumulate: bool = False
     release_grad_buffers: bool = False
     timeout_seconds: float = 300.0

@@ -1,4 +1,5 @@
-"""What changed since a commit: by inverting the one step that lies between, or by following every step.
+"""What changed since a commit: by inverting the one step that lies between, by following every step, or
+by comparing with a copy.
 
 A baseline belongs to the engines of one pairing, and moves when an update of theirs commits. One trainer may
 have several, each at its own pace.
@@ -15,6 +16,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from awex_delta.detect import Plan, detect_changes
+from awex_delta.detect_snapshot import SnapshotBaseline
 from awex_delta.errors import UnsupportedError
 from awex_delta.numerics.ulp import add_codes
 from awex_delta.trainers.journal import StepJournal
@@ -47,23 +49,30 @@ class Baseline(Protocol):
 class Baselines:
     """The baselines of one trainer rank."""
 
-    def __init__(self, owned_slices: OwnedSlices, watched: Watched, *, accumulate: bool) -> None:
+    def __init__(
+        self, owned_slices: OwnedSlices, watched: Watched, *, accumulate: bool, snapshot: bool = False
+    ) -> None:
         """Hook nothing yet.
 
         Args:
             owned_slices: every owned slice with its live optimizer state.
             watched: what steps them; optimizers that are not decoupled AdamW make every update full.
             accumulate: follow every step. Otherwise a baseline covers one step at most.
+            snapshot: compare with a copy of the weights; no optimizer is hooked then.
         """
         self._owned_slices = owned_slices
         self._watched = watched
-        self._follower = StepFollower(owned_slices, watched) if accumulate else None
+        self._snapshot = snapshot
+        self._follower = StepFollower(owned_slices, watched) if accumulate and not snapshot else None
         self._all: WeakSet[Baseline] = WeakSet()
 
     def add(self) -> Baseline:
         """A baseline that holds nothing before its first `committed`. Collective: no."""
-        if self._follower is not None:
-            baseline: Baseline = self._follower.add()
+        baseline: Baseline
+        if self._snapshot:
+            baseline = SnapshotBaseline(self._owned_slices)
+        elif self._follower is not None:
+            baseline = self._follower.add()
         else:
             baseline = OneStepBaseline(self._owned_slices, self._watched)
         self._all.add(baseline)

@@ -56,7 +56,10 @@ class MegatronTrainer:
         self._read_weights(shards)
         self._check_conversion()
         self._baselines = Baselines(
-            self.owned_slices, self._stepped_by_optimizer(), accumulate=settings.accumulate
+            self.owned_slices,
+            self._stepped_by_optimizer(),
+            accumulate=settings.accumulate,
+            snapshot=settings.enabled and settings.method == "snapshot",
         )
         self._baseline = self._baselines.add()
 
@@ -152,7 +155,7 @@ class MegatronTrainer:
             )
 
     def detect(self) -> Detection:
-        """Invert the last step on the owned ranges, or read what the steps added up to. Collective: no."""
+        """What changed in the owned ranges, found as `settings.method` says. Collective: no."""
         if not self._settings.enabled:
             return Detection(reason=Reason.DELTA_DISABLED)
         if self._late:

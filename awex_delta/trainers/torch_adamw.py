@@ -83,6 +83,7 @@ class TorchAdamWTrainer:
             self.owned_slices,
             {optimizer: watched} if settings.enabled else {},
             accumulate=settings.accumulate,
+            snapshot=settings.enabled and settings.method == "snapshot",
         )
         self._baseline = self._baselines.add()
 
@@ -202,7 +203,7 @@ class TorchAdamWTrainer:
             )
 
     def detect(self) -> Detection:
-        """Invert the last step on the owned parts, or read what the steps added up to. Collective: no."""
+        """What changed in the owned parts, found as `settings.method` says. Collective: no."""
         if not self._settings.enabled:
             return Detection(reason=Reason.DELTA_DISABLED)
         return self._baseline.detect()

@@ -45,6 +45,7 @@ FLOORS = {
     "comm": 2,
     "engines.tensors": 3,  # reading and writing views of live weights, which the receiver needs
     "detect": 3,
+    "detect_snapshot": 3,
     "convert": 3,
     "routes": 3,
     "tally": 3,

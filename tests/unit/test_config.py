@@ -27,7 +27,7 @@ from awex_delta.environment import (
     worker_environment,
 )
 from awex_delta.errors import ConfigError
-from awex_delta.schema import DeltaEncoding
+from awex_delta.schema import DeltaEncoding, DeltaMethod
 from awex_delta.types import DeltaSettings
 from awex_delta.wire.registry import CODECS, codecs_for
 
@@ -169,6 +169,15 @@ CROSS_REFUSALS: list[tuple[Mapping[str, object], Mapping[str, object], list[str]
         ["train.ppo_n_minibatches = 0", "Remedy: set ppo_n_minibatches: 1"],
     ),
     (
+        {"weight_update_delta_method": "snapshot", "weight_update_delta_accumulate": True},
+        {},
+        [
+            "train.weight_update_delta_accumulate = True",
+            "a snapshot covers any number of steps by itself",
+            "Remedy: set weight_update_delta_accumulate: false, or weight_update_delta_method: adamw",
+        ],
+    ),
+    (
         {"backend": "megatron:d3"},
         {"backend": "vllm:t2"},
         [
@@ -210,6 +219,15 @@ def test_accumulating_allows_several_minibatches(num_minibatches: int) -> None:
     train = train_config(weight_update_delta_accumulate=True, ppo_n_minibatches=num_minibatches)
     assert resolve(train, rollout_config()).settings.accumulate
     assert not resolve(train_config(), rollout_config()).settings.accumulate
+
+
+@pytest.mark.parametrize("num_minibatches", [1, 4])
+def test_a_snapshot_allows_several_minibatches(num_minibatches: int) -> None:
+    train = train_config(weight_update_delta_method="snapshot", ppo_n_minibatches=num_minibatches)
+    settings = resolve(train, rollout_config()).settings
+    assert (settings.method, settings.accumulate) == ("snapshot", False)
+    assert settings_from_environment({**FULL, "DTE_DELTA_METHOD": "snapshot"}).method == "snapshot"
+    assert settings_from_environment(FULL).method == "adamw"
 
 
 def test_all_refusals_are_reported_at_once() -> None:
@@ -350,6 +368,7 @@ def test_inherited_variables_mean_nothing_with_the_flag_off(clean_env: pytest.Mo
 @given(
     interval=st.integers(min_value=0, max_value=10**6),
     policy=st.sampled_from(get_args(WorldSizePolicy)),
+    method=st.sampled_from(get_args(DeltaMethod)),
     accumulate=st.booleans(),
     release=st.booleans(),
     timeout=st.floats(min_value=1e-9, max_value=1e9),
@@ -359,6 +378,7 @@ def test_workers_read_back_what_was_resolved(
     *,
     interval: int,
     policy: str,
+    method: str,
     accumulate: bool,
     release: bool,
     timeout: float,
@@ -367,7 +387,8 @@ def test_workers_read_back_what_was_resolved(
     train = train_config(
         weight_update_anchor_interval=interval,
         world_size_policy=policy,
-        weight_update_delta_accumulate=accumulate,
+        weight_update_delta_method=method,
+        weight_update_delta_accumulate=accumulate and method == "adamw",
         weight_update_release_grad_buffers=release,
         weight_update_timeout_seconds=timeout,
         weight_update_connect_timeout_seconds=connect_timeout,
@@ -407,6 +428,7 @@ def test_an_empty_environment_means_off() -> None:
         ({"DTE_DELTA_ANCHOR_INTERVAL": None}, ["DTE_DELTA_ANCHOR_INTERVAL is not set"]),
         ({"DTE_DELTA_ANCHOR_INTERVAL": "9" * 5000}, ["whole number"]),
         ({"DTE_DELTA_ENCODING": "xor"}, ["DTE_DELTA_ENCODING is 'xor'", "indices"]),
+        ({"DTE_DELTA_METHOD": "sgd"}, ["DTE_DELTA_METHOD is 'sgd'", "one of adamw, snapshot"]),
         ({"DTE_DELTA_ACCUMULATE": "yes"}, ["DTE_DELTA_ACCUMULATE is 'yes'", "1, true, True"]),
         ({"DTE_TIMEOUT_SECONDS": "nan"}, ["DTE_TIMEOUT_SECONDS is 'nan'", "positive number"]),
         ({"DTE_TIMEOUT_SECONDS": "soon"}, ["DTE_TIMEOUT_SECONDS is 'soon'"]),
