@@ -4,7 +4,8 @@
 
 The data is that of a reinforcement-learning step: bf16 weights from N(0, 0.02), three AdamW steps of
 lr 1e-6 and weight decay 0.01. Everything is timed in one process, in turns, with all of torch's threads,
-and compared by medians. What is timed is `detect_changes` itself, on slices of several sizes.
+and compared by medians. What is timed is `detect_changes` itself, on slices of several sizes. Beside it
+stands the method `snapshot`: a comparison with a bf16 copy of the same slices.
 """
 
 from __future__ import annotations
@@ -22,8 +23,11 @@ from pathlib import Path
 import torch
 
 from awex_delta.detect import detect_changes
+from awex_delta.detect_snapshot import SnapshotBaseline
 from awex_delta.numerics.adamw import invert, old_weights
 from awex_delta.types import AdamWStep, Detection, OwnedSlice
+from awex_delta.wire.codec import RegionChange
+from awex_delta.wire.registry import CODECS
 from benchmarks.environment import environment_record
 
 BYTES_READ = 4 + 4 + 4 + 2  # master, two moments, weight
@@ -110,6 +114,29 @@ def reconstruct_with_bound(training: Training) -> torch.Tensor:
     return differs.nonzero()
 
 
+def snapshot(training: Training) -> SnapshotBaseline:
+    """The other method, holding a copy of the weights before the last step."""
+    slices = training.slices()
+    baseline = SnapshotBaseline(lambda: slices)
+    after = training.weight.clone()
+    training.weight.copy_(training.before)
+    baseline.committed()
+    training.weight.copy_(after)
+    return baseline
+
+
+def wire_bytes(training: Training, detection: Detection) -> int:
+    """Bytes of what was found, packed as `indices`."""
+    weight = {owned.key: owned.weight for owned in training.slices()}
+    found = [(changes, weight[changes.key]) for changes in detection.changes]
+    return sum(
+        CODECS["indices"].size(
+            RegionChange(numel=of.numel(), index=changes.index, value=of.take(changes.index)), of.dtype
+        )
+        for changes, of in found
+    )
+
+
 def missed(training: Training, detection: Detection) -> int:
     """Truly changed elements that were not found."""
     changed = training.before.view(torch.int16) != training.weight.view(torch.int16)
@@ -162,12 +189,16 @@ def run(*, num_elements: int = 32_000_000, repeats: int = 5) -> dict[str, object
             `reconstruct_cast_compare`, speedup_over_certified_eager to `reconstruct_with_bound`.
             elements_per_second, peak_extra_bytes, changed_share, extra_share
             (sent without need, relative to changed), num_missed, samples in seconds, environment, config.
+            methods: for `adamw` and `snapshot` the seconds of a detection and of a commit, the bytes kept
+            between updates, the extra bytes while detecting, and those of the changes as `indices`.
     """
     training = train(num_elements)
     target = torch.empty_like(training.main)
+    baseline = snapshot(training)
     timed: Mapping[str, Callable[[], object]] = {
         "copy": lambda: target.copy_(training.main),
         "detect": lambda: detect(training),
+        "snapshot": baseline.detect,
         "eager": lambda: reconstruct_cast_compare(training),
         "certified_eager": lambda: reconstruct_with_bound(training),
     }
@@ -181,7 +212,7 @@ def run(*, num_elements: int = 32_000_000, repeats: int = 5) -> dict[str, object
     median = {name: statistics.median(values) for name, values in samples.items()}
 
     detection = detect(training)
-    num_found = sum(changes.num_changed for changes in detection.changes)
+    num_found = detection.num_changed
     num_changed = int((training.before.view(torch.int16) != training.weight.view(torch.int16)).sum())
     bandwidth = 2 * training.main.nbytes / median["copy"]
     speed = num_elements / median["detect"]
@@ -194,6 +225,22 @@ def run(*, num_elements: int = 32_000_000, repeats: int = 5) -> dict[str, object
         "changed_share": num_changed / num_elements,
         "extra_share": (num_found - num_changed) / max(num_changed, 1),
         "num_missed": missed(training, detection),
+        "methods": {
+            "adamw": {
+                "seconds": median["detect"],
+                "commit_seconds": 0.0,  # a step count for each slice
+                "kept_bytes": 0,
+                "peak_extra_bytes": peak_extra_bytes(lambda: detect(training)),
+                "wire_bytes": wire_bytes(training, detection),
+            },
+            "snapshot": {
+                "seconds": median["snapshot"],
+                "kept_bytes": baseline.num_bytes,
+                "peak_extra_bytes": peak_extra_bytes(baseline.detect),
+                "wire_bytes": wire_bytes(training, baseline.detect()),
+                "commit_seconds": statistics.median(seconds(baseline.committed) for _ in range(repeats)),
+            },
+        },
         "copy_bytes_per_second": bandwidth,
         "first_call_seconds": first_call,
         "samples": samples,

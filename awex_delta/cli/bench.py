@@ -15,6 +15,7 @@ app = typer.Typer(
     no_args_is_help=True, help="Measure detection, encodings and synchronization on this machine."
 )
 
+METHOD_FIELDS = ("seconds", "commit_seconds", "kept_bytes", "peak_extra_bytes", "wire_bytes")
 LIVE_FIELDS = ("apply_over_scatter", "vllm_sparse_over_apply", "pause_seconds")
 
 JsonOption = Annotated[Path | None, typer.Option("--json", help="Write the whole record here; - for stdout.")]
@@ -26,13 +27,19 @@ def detect(
     elements: Annotated[int, typer.Option(help="Elements to detect changes in.", min=1 << 16)] = 32_000_000,
     repeats: Annotated[int, typer.Option(help="Samples of each kind.", min=1)] = 5,
 ) -> None:
-    """Detection against a measured memory copy and against eager reconstruct, cast and compare."""
+    """Detection against a measured memory copy, eager reconstruct, cast and compare, and a snapshot."""
     record = _benchmark("detect").run(num_elements=elements, repeats=repeats)
     _show(
         record,
         json_path,
         ("ratio_to_copy_bound", "speedup_over_eager", "elements_per_second", "peak_extra_bytes"),
     )
+    if str(json_path) == "-":
+        return
+    table = Table("method", *(name.replace("_", " ") for name in METHOD_FIELDS))
+    for method, row in record["methods"].items():
+        table.add_row(method, *(_number(row[field]) for field in METHOD_FIELDS))
+    Console().print(table)
 
 
 @app.command()
@@ -119,15 +126,7 @@ def _show(record: dict[str, Any], json_path: Path | None, fields: tuple[str, ...
         return
     table = Table("measured", "value")
     for field in fields:
-        value = record[field]
-        table.add_row(
-            field,
-            f"{value:,.4g}"
-            if isinstance(value, float)
-            else f"{value:,}"
-            if isinstance(value, int)
-            else str(value),
-        )
+        table.add_row(field, _number(record[field]))
     for kind, phases in record.get("phases", {}).items():
         table.add_row(
             f"{kind}, seconds by phase", ", ".join(f"{name} {value:.3f}" for name, value in phases.items())
@@ -135,3 +134,9 @@ def _show(record: dict[str, Any], json_path: Path | None, fields: tuple[str, ...
     Console().print(table)
     if json_path is not None:
         json_path.write_text(text)
+
+
+def _number(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:,.4g}"
+    return f"{value:,}" if isinstance(value, int) else str(value)

@@ -68,7 +68,6 @@ def train_and_watch(me: Rank, spec: TinySpec) -> Seen:
 @pytest.mark.parametrize(
     "spec",
     [
-        pytest.param(TinySpec(), id="dp2"),
         pytest.param(TinySpec(model="qwen3-moe", ep=2), id="ep2"),
         pytest.param(TinySpec(overlap_param_gather=True), id="dp2-overlap"),
     ],
