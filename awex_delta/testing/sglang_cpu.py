@@ -1,8 +1,8 @@
-"""SGLang's real model classes on a CPU over Gloo. Tests only: nothing here serves text.
+"""SGLang's real model classes on a CPU over Gloo, and its whole engine over plain torch. Tests only.
 
 SGLang imports CUDA kernels (`sgl_kernel`) and `torchvision` on its way to a model. Stand-ins take their
 place: modules whose every name is a mock. No stand-in takes part in building a model, in `load_weights` or
-in `update_weights_from_tensor`, which is what is tested; computing with the model is out of reach.
+in `update_weights_from_tensor`, which is what is tested. A dense model can also be computed without them.
 """
 
 from __future__ import annotations
@@ -65,6 +65,26 @@ def install() -> None:
     importlib.import_module("transformers.image_utils")  # it looks for torchvision, and must find none
     sys.meta_path.insert(0, _StandIns())
     os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
+
+
+@cache
+def install_engine() -> None:
+    """Make a whole SGLang engine start without a GPU, over its kernels in plain torch.
+
+    Call it at the top of the program's main module: the processes that SGLang starts import that again.
+    Run the engine with `attention_backend="torch_native"` and `sampling_backend="pytorch"`.
+    """
+    # torch looks for a Triton of its own when these are imported, and must not find the stand-in.
+    for name in (
+        "torch.utils.flop_counter",
+        "torch._inductor.compile_fx",
+        "torch._inductor.select_algorithm",
+    ):
+        importlib.import_module(name)
+    install()
+    runtime = importlib.import_module("triton.runtime")
+    vars(runtime)["driver"] = MagicMock(name="driver")
+    runtime.driver.active.get_current_target.return_value.backend = "cpu"
 
 
 def start(
