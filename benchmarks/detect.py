@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 
 from awex_delta.detect import detect_changes
+from awex_delta.digest import WORTH_COMPILING, salt_of, sum_at, sum_whole
 from awex_delta.numerics.adamw import invert, old_weights
 from awex_delta.types import AdamWStep, Detection, OwnedSlice
 from benchmarks.environment import environment_record
@@ -110,6 +111,35 @@ def reconstruct_with_bound(training: Training) -> torch.Tensor:
     return differs.nonzero()
 
 
+def new_values(training: Training, found: Detection) -> list[torch.Tensor]:
+    """What is sent for each change set."""
+    starts = [int(changes.key.rpartition(".")[2]) for changes in found.changes]
+    return [
+        training.weight[start:].take(changes.index)
+        for start, changes in zip(starts, found.changes, strict=True)
+    ]
+
+
+def digest_changes(training: Training, found: Detection, sent: list[torch.Tensor]) -> bool:
+    """What verification adds to a delta by default: digests of what a trainer sends, and of an engine's
+    live weights at the same places, read back."""
+    compiled = training.main.numel() >= WORTH_COMPILING
+    both = [
+        [
+            sum_at(changes.index, value, salt_of(changes.key), compiled=compiled)
+            for changes, value in zip(found.changes, values, strict=True)
+        ]
+        for values in (sent, new_values(training, found))
+    ]
+    return torch.stack(both[0]).tolist() == torch.stack(both[1]).tolist()
+
+
+def digest_all(training: Training) -> int:
+    """The digest of all weights, as in a full sync."""
+    compiled = training.main.numel() >= WORTH_COMPILING
+    return int(sum_whole(training.weight, salt_of("weight"), compiled=compiled))
+
+
 def missed(training: Training, detection: Detection) -> int:
     """Truly changed elements that were not found."""
     changed = training.before.view(torch.int16) != training.weight.view(torch.int16)
@@ -160,7 +190,9 @@ def run(*, num_elements: int = 32_000_000, repeats: int = 5) -> dict[str, object
         ratio_to_copy_bound: elements per second, relative to the bandwidth of a memory copy (bytes read
             and written) over 15 bytes an element. speedup_over_eager: relative to
             `reconstruct_cast_compare`, speedup_over_certified_eager to `reconstruct_with_bound`.
-            elements_per_second, peak_extra_bytes, changed_share, extra_share
+            digest_over_detect: seconds of the digests of what changed, a trainer's and an engine's
+            together, by those of detection; digest_all_over_detect: one digest of all weights.
+        elements_per_second, peak_extra_bytes, changed_share, extra_share
             (sent without need, relative to changed), num_missed, samples in seconds, environment, config.
     """
     training = train(num_elements)
@@ -170,8 +202,13 @@ def run(*, num_elements: int = 32_000_000, repeats: int = 5) -> dict[str, object
         "detect": lambda: detect(training),
         "eager": lambda: reconstruct_cast_compare(training),
         "certified_eager": lambda: reconstruct_with_bound(training),
+        "digest": lambda: digest_changes(training, found, sent),
+        "digest_all": lambda: digest_all(training),
     }
     first_call = seconds(timed["detect"])
+    found = detect(training)
+    sent = new_values(training, found)
+    seconds(lambda: digest_all(training))  # compiles
     samples: dict[str, list[float]] = {name: [] for name in timed}
     for repeat in range(repeats + 1):
         for name, function in timed.items():
@@ -180,8 +217,7 @@ def run(*, num_elements: int = 32_000_000, repeats: int = 5) -> dict[str, object
                 samples[name].append(elapsed)
     median = {name: statistics.median(values) for name, values in samples.items()}
 
-    detection = detect(training)
-    num_found = sum(changes.num_changed for changes in detection.changes)
+    num_found = sum(changes.num_changed for changes in found.changes)
     num_changed = int((training.before.view(torch.int16) != training.weight.view(torch.int16)).sum())
     bandwidth = 2 * training.main.nbytes / median["copy"]
     speed = num_elements / median["detect"]
@@ -193,7 +229,9 @@ def run(*, num_elements: int = 32_000_000, repeats: int = 5) -> dict[str, object
         "peak_extra_bytes": peak_extra_bytes(lambda: detect(training)),
         "changed_share": num_changed / num_elements,
         "extra_share": (num_found - num_changed) / max(num_changed, 1),
-        "num_missed": missed(training, detection),
+        "num_missed": missed(training, found),
+        "digest_over_detect": median["digest"] / median["detect"],
+        "digest_all_over_detect": median["digest_all"] / median["detect"],
         "copy_bytes_per_second": bandwidth,
         "first_call_seconds": first_call,
         "samples": samples,
