@@ -32,7 +32,7 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Elements at a time: eager, what stays in a processor's cache; elsewhere, what hides the cost of a call.
 _EAGER_PIECE = 1 << 16
 _DEVICE_PIECE = 1 << 22
-_COMPILED_PIECE = 1 << 20
+_COMPILED_PIECE = 1 << 18
 WORTH_COMPILING = 1 << 24
 """Compiling takes seconds, once a process: fewer elements than this never earn them back."""
 
@@ -92,12 +92,12 @@ def sum_whole(tensor: torch.Tensor, salt: int, *, compiled: bool = False) -> tor
     Collective: no.
     """
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    function, piece = _function(tensor.device.type, compiled=compiled)
+    mix, piece = _mixer(tensor.device.type, compiled=compiled and tensor.numel() > _EAGER_PIECE)
     place = torch.arange(min(piece, tensor.numel()), dtype=torch.int64, device=tensor.device)
     start = 0
     for part in _flat_pieces(tensor.detach(), piece):
         key = _scalar(salt + start * _GOLDEN, tensor.device)  # the piece begins at `start`
-        total += function(place[: part.numel()], part, key)
+        total += mix(place[: part.numel()], part, key)
         start += part.numel()
     return total
 
@@ -117,11 +117,11 @@ def sum_at(index: torch.Tensor, value: torch.Tensor, salt: int, *, compiled: boo
     Collective: no.
     """
     total = torch.zeros((), dtype=torch.int64, device=value.device)
-    function, piece = _function(value.device.type, compiled=compiled)
+    mix, piece = _mixer(value.device.type, compiled=compiled and value.numel() > _EAGER_PIECE)
     key = _scalar(salt, value.device)
     start = 0
     for bits in _flat_pieces(value.detach(), piece):
-        total += function(index[start : start + bits.numel()], bits, key)
+        total += mix(index[start : start + bits.numel()], bits, key)
         start += bits.numel()
     return total
 
@@ -174,11 +174,17 @@ def _low_bits(count: int) -> int:
     return (1 << count) - 1
 
 
-def _function(device_type: str, *, compiled: bool) -> tuple[_Sum, int]:
+def _mixer(device_type: str, *, compiled: bool) -> tuple[_Sum, int]:
+    """What hashes and sums one piece, and the elements of a piece."""
     function = _compiled(device_type) if compiled else None
     if function is None:
         return _mix_and_sum_in_place, _EAGER_PIECE if device_type == "cpu" else _DEVICE_PIECE
-    return function, _COMPILED_PIECE
+
+    def mix(index: torch.Tensor, bits: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        # torch would compile once more for each of the sizes 0 and 1
+        return (function if bits.numel() > 1 else _mix_and_sum_in_place)(index, bits, key)
+
+    return mix, _COMPILED_PIECE
 
 
 @functools.cache

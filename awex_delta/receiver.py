@@ -141,7 +141,7 @@ class Receiver:
             watch.lap("connect")
             decision = self._session.propose(self._proposal(version))
             watch.lap("propose")
-            verifier = Verifier(self._session, decision)
+            verifier = Verifier(self._session, decision, watch)
             if decision.verdict.kind is Kind.DELTA:
                 num_bytes, num_elements, failure = self._receive_delta(decision, watch, verifier)
             else:
@@ -150,7 +150,6 @@ class Receiver:
             check_arrived(facts)
             watch.lap("apply")
             verifier.agree()
-            watch.lap("verify")
         self._commit(decision)
         stats = UpdateStats(
             version=version,
@@ -233,7 +232,6 @@ class Receiver:
         if not failure:
             watch.lap("apply")
             verifier.written(self._targets, staged or [])
-            watch.lap("digest")
         return sum(frame.numel() for _, _, frame in frames), applied or 0, failure
 
     def _stage(self, decision: Decision, frames: list[tuple[int, torch.dtype, torch.Tensor]]) -> Staged:
@@ -286,7 +284,6 @@ class Receiver:
         if not failure:
             watch.lap("apply")
             verifier.dense(self._targets, plan)
-            watch.lap("digest")
         return *dense_volume(plan), failure
 
     def _commit(self, decision: Decision) -> None:

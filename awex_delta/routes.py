@@ -105,6 +105,20 @@ def param_specs(routes: Mapping[str, Route]) -> tuple[ParamSpec, ...]:
     )
 
 
+def convert_all(view: TrainerView, routes: Mapping[str, Route]) -> dict[str, torch.Tensor]:
+    """All HF tensors of this rank, by name, converted from the live weights. Collective: no.
+
+    Raises:
+        UnsupportedError: a tensor is not that of connect.
+    """
+    converted: dict[str, torch.Tensor] = {}
+    for key, route in routes.items():
+        outputs = view.convert(key, view.tensor(key).detach())
+        route.check(outputs)
+        converted.update(outputs)
+    return converted
+
+
 class Router:
     """Turns what detection found into the region changes of this rank's frames."""
 

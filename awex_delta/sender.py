@@ -17,7 +17,7 @@ from awex_delta.plan.ledger import TrainerLedger, check_version
 from awex_delta.plan.regions import dense_volume
 from awex_delta.plan.specs import TrainerSpec
 from awex_delta.rendezvous import Rendezvous
-from awex_delta.routes import Route, Router, find_routes, param_specs
+from awex_delta.routes import Route, Router, convert_all, find_routes, param_specs
 from awex_delta.session import Session, Stopwatch
 from awex_delta.tally import count_parts
 from awex_delta.types import DeltaSettings, Detection, PartCount, TrainerView, UpdateStats
@@ -223,7 +223,7 @@ class Sender:
 
     def _send(self, decision: Decision, detection: Detection, watch: Stopwatch, failure: str) -> UpdateStats:
         """One half of the update, up to the completion agreement. failure: of this rank, so far."""
-        verifier = Verifier(self._session, decision)
+        verifier = Verifier(self._session, decision, watch)
         if decision.verdict.kind is Kind.DELTA:
             num_bytes, num_elements = self._send_delta(decision, detection, watch, verifier, failure)
         else:
@@ -241,7 +241,6 @@ class Sender:
         check_arrived(facts)
         watch.lap("apply")
         verifier.agree()
-        watch.lap("verify")
         return UpdateStats(
             version=decision.version,
             verdict=decision.verdict,
@@ -285,7 +284,6 @@ class Sender:
         watch.lap("stage")
         if self._router is not None:
             verifier.owned(self._router.owned())  # while the engines write
-            watch.lap("digest")
         return sum(frame.numel() for frame in frames.values()), num_elements
 
     def _pack(
@@ -304,7 +302,6 @@ class Sender:
                 total += count
         watch.lap("encode")
         verifier.sent(content)
-        watch.lap("digest")
         return frames, total
 
     def _frame(
@@ -320,23 +317,14 @@ class Sender:
 
     def _send_full(self, watch: Stopwatch, verifier: Verifier, failure: str) -> tuple[int, int]:
         _, late = self._session.attempt(None, self._view.gather_params)
-        tensors, here = self._session.attempt("prepare", self._convert_all)
+        tensors, here = self._session.attempt("prepare", lambda: convert_all(self._view, self._routes))
         self._session.agree("prepare", failure or late or here)
         watch.lap("prepare")
         plan = self._session.plan.dense_plan(self._comm.seat, sending=True)
         self._comm.send_weights(tensors or {}, plan, phase="send weights")
         watch.lap("transfer")
         verifier.dense(tensors or {}, plan)
-        watch.lap("digest")
         return dense_volume(plan)
-
-    def _convert_all(self) -> dict[str, torch.Tensor]:
-        converted: dict[str, torch.Tensor] = {}
-        for key, route in self._routes.items():
-            outputs = self._view.convert(key, self._view.tensor(key).detach())
-            route.check(outputs)
-            converted.update(outputs)
-        return converted
 
     def _report(self, stats: UpdateStats) -> None:
         self._unexpected_full = 0 if stats.verdict.reason in _EXPECTED_FULL else self._unexpected_full + 1

@@ -24,7 +24,7 @@ from awex_delta.plan.agreement import Decision
 from awex_delta.plan.geometry import Box
 from awex_delta.plan.regions import Plan, Region
 from awex_delta.routes import Frames
-from awex_delta.session import Session
+from awex_delta.session import Session, Stopwatch
 from awex_delta.types import DeltaSettings
 from awex_delta.verdict import Kind
 from awex_delta.wire.codec import RegionChange
@@ -83,11 +83,12 @@ class Verifier:
         failure: why this rank's digests could not be taken, for the next agreement; empty if they could.
     """
 
-    def __init__(self, session: Session, decision: Decision) -> None:
-        """Begin an update that all ranks decided on."""
+    def __init__(self, session: Session, decision: Decision, watch: Stopwatch) -> None:
+        """Begin an update that all ranks decided on. Seconds are booked as `digest` and `verify`."""
         self.scope = scope_of(session.settings, decision)
         self.failure = ""
         self._session = session
+        self._watch = watch
         self._version = decision.version
         self._is_engine = session.comm.seat < session.comm.rendezvous.num_engine_ranks
         self._found: list[tuple[Unit, torch.Tensor]] = []
@@ -162,6 +163,7 @@ class Verifier:
         ]
         if wrong:
             self._name_tensors(sums, wrong, f"tensors in {phase}")
+        self._watch.lap("verify")
 
     def _name_tensors(self, sums: Mapping[Unit, int], wrong: list[int], phase: str) -> None:
         units = _units_of(self._session.plan, wrong)
@@ -179,6 +181,7 @@ class Verifier:
     def _run(self, work: Callable[[], object]) -> None:
         _, failure = self._session.attempt("verify", work)
         self.failure = self.failure or failure
+        self._watch.lap("digest")
 
     def _add_changes(self, found: Iterable[tuple[Region, RegionChange]]) -> None:
         for region, change in found:
@@ -188,11 +191,12 @@ class Verifier:
     def _add_live(
         self, targets: Mapping[str, torch.Tensor], staged: Sequence[tuple[Region, RegionChange]]
     ) -> None:
+        whole = {region for region, change in staged if change.index is None and change.value.numel()}
+        for region in whole:  # once, in however many pieces it came
+            self._add(_unit_of(region), None, targets[region.name][region.target.slices])
         for region, change in staged:
             target = targets[region.name][region.target.slices]
-            if change.index is None:
-                self._add(_unit_of(region), None, target)
-            elif change.index.numel():
+            if change.index is not None and change.index.numel():
                 index = change.index.to(target.device)
                 self._add(_unit_of(region), index, gather_from(target, index))
 

@@ -32,7 +32,14 @@ def detect(
     _show(
         record,
         json_path,
-        ("ratio_to_copy_bound", "speedup_over_eager", "elements_per_second", "peak_extra_bytes"),
+        (
+            "ratio_to_copy_bound",
+            "speedup_over_eager",
+            "elements_per_second",
+            "peak_extra_bytes",
+            "digest_over_detect",
+            "digest_all_over_detect",
+        ),
     )
     if str(json_path) == "-":
         return
@@ -73,7 +80,15 @@ def sync(
     _show(
         record,
         json_path,
-        (*fields, "delta_seconds", "full_seconds", "training_collective_bytes", "identical", *LIVE_FIELDS),
+        (
+            *fields,
+            "delta_seconds",
+            "full_seconds",
+            "digest_over_detect",
+            "training_collective_bytes",
+            "identical",
+            *LIVE_FIELDS,
+        ),
     )
     if record["live"]["reason"]:
         Console(stderr=True).print(f"Nothing was measured in a live vLLM: {record['live']['reason']}")

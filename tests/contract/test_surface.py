@@ -36,6 +36,8 @@ TRAIN_SETTINGS = {
     "weight_update_anchor_interval": 20,
     "weight_update_delta_encoding": "indices",
     "weight_update_delta_accumulate": False,
+    "weight_update_verify": "touched",
+    "weight_update_verify_interval": 0,
     "world_size_policy": "power_of_two",
     "weight_update_timeout_seconds": 300.0,
     "weight_update_connect_timeout_seconds": 300.0,

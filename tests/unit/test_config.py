@@ -65,6 +65,8 @@ def test_defaults_resolve() -> None:
 def test_every_setting_reaches_the_resolved_settings() -> None:
     train = train_config(
         weight_update_anchor_interval=0,
+        weight_update_verify="full",
+        weight_update_verify_interval=6,
         world_size_policy="any",
         weight_update_release_grad_buffers=True,
         weight_update_timeout_seconds=7,
@@ -73,6 +75,8 @@ def test_every_setting_reaches_the_resolved_settings() -> None:
     assert resolve(train, rollout_config()).settings == DeltaSettings(
         enabled=True,
         anchor_interval=0,
+        verify="full",
+        verify_interval=6,
         allow_any_world_size=True,
         release_grad_buffers=True,
         timeout_seconds=7.0,
@@ -150,6 +154,11 @@ CROSS_REFUSALS: list[tuple[Mapping[str, object], Mapping[str, object], list[str]
             "shares its memory",
             "Remedy: set scheduling_strategy: separation",
         ],
+    ),
+    (
+        {"weight_update_verify": "off", "weight_update_verify_interval": 4},
+        {},
+        ["train.weight_update_verify_interval = 4", "nothing is compared", "Remedy: set weight_update_verify"],
     ),
     ({"use_lora": True}, {}, ["train.use_lora = True", "adapters", "Remedy: set use_lora: false"]),
     (
@@ -283,6 +292,10 @@ def test_the_policy_any_admits_other_sums() -> None:
         ({"weight_update_anchor_interval": None}, ["weight_update_anchor_interval = None", "valid integer"]),
         ({"weight_update_delta_method": "sgd"}, ["weight_update_delta_method = 'sgd'", "'adamw'"]),
         ({"weight_update_delta_encoding": "xor"}, ["weight_update_delta_encoding = 'xor'", "'indices'"]),
+        ({"weight_update_verify": "all"}, ["weight_update_verify = 'all'", "'touched' or 'full'"]),
+        ({"weight_update_verify": True}, ["weight_update_verify = True"]),
+        ({"weight_update_verify_interval": -1}, ["weight_update_verify_interval = -1", "0: none does"]),
+        ({"weight_update_verify_interval": "5"}, ["weight_update_verify_interval = '5'", "valid integer"]),
         ({"world_size_policy": "all"}, ["world_size_policy = 'all'", "'power_of_two' or 'any'"]),
         ({"weight_update_timeout_seconds": 0}, ["weight_update_timeout_seconds = 0", "greater than 0"]),
         ({"weight_update_timeout_seconds": math.inf}, ["weight_update_timeout_seconds = inf", "finite"]),
@@ -367,6 +380,8 @@ def test_inherited_variables_mean_nothing_with_the_flag_off(clean_env: pytest.Mo
 
 @given(
     interval=st.integers(min_value=0, max_value=10**6),
+    verify=st.sampled_from(["touched", "full"]),
+    verify_interval=st.integers(min_value=0, max_value=10**6),
     policy=st.sampled_from(get_args(WorldSizePolicy)),
     method=st.sampled_from(get_args(DeltaMethod)),
     accumulate=st.booleans(),
@@ -377,6 +392,8 @@ def test_inherited_variables_mean_nothing_with_the_flag_off(clean_env: pytest.Mo
 def test_workers_read_back_what_was_resolved(
     *,
     interval: int,
+    verify: str,
+    verify_interval: int,
     policy: str,
     method: str,
     accumulate: bool,
@@ -386,6 +403,8 @@ def test_workers_read_back_what_was_resolved(
 ) -> None:
     train = train_config(
         weight_update_anchor_interval=interval,
+        weight_update_verify=verify,
+        weight_update_verify_interval=verify_interval,
         world_size_policy=policy,
         weight_update_delta_method=method,
         weight_update_delta_accumulate=accumulate and method == "adamw",
@@ -430,6 +449,8 @@ def test_an_empty_environment_means_off() -> None:
         ({"DTE_DELTA_ENCODING": "xor"}, ["DTE_DELTA_ENCODING is 'xor'", "indices"]),
         ({"DTE_DELTA_METHOD": "sgd"}, ["DTE_DELTA_METHOD is 'sgd'", "one of adamw, snapshot"]),
         ({"DTE_DELTA_ACCUMULATE": "yes"}, ["DTE_DELTA_ACCUMULATE is 'yes'", "1, true, True"]),
+        ({"DTE_VERIFY": "some"}, ["DTE_VERIFY is 'some'", "off, touched, full"]),
+        ({"DTE_VERIFY_INTERVAL": "-2"}, ["DTE_VERIFY_INTERVAL is '-2'", "whole number"]),
         ({"DTE_TIMEOUT_SECONDS": "nan"}, ["DTE_TIMEOUT_SECONDS is 'nan'", "positive number"]),
         ({"DTE_TIMEOUT_SECONDS": "soon"}, ["DTE_TIMEOUT_SECONDS is 'soon'"]),
         ({"DTE_CONNECT_TIMEOUT_SECONDS": "0"}, ["DTE_CONNECT_TIMEOUT_SECONDS is '0'"]),
