@@ -81,6 +81,7 @@ class UpdateLine(_Line):
     total_changed: int = 0
     total_owned: int = 0
     full_bytes: int = 0
+    verified: str = "off"
     seconds: dict[str, float] = Field(default_factory=dict)
     changed_by: tuple[Part, ...] = ()
     digests: dict[str, str] = Field(default_factory=dict)
@@ -176,6 +177,7 @@ class RunLog:
                 total_changed=stats.total_changed,
                 total_owned=stats.total_owned,
                 full_bytes=stats.full_bytes,
+                verified=stats.verified,
                 seconds=dict(stats.seconds),
                 changed_by=tuple(Part(**asdict(part)) for part in changed_by),
                 digests=dict(digests or {}),

@@ -67,6 +67,12 @@ def report(context: typer.Context) -> None:
     _run("report", context)
 
 
+@app.command(context_settings=_FORWARD, help="Compare a trainer's checkpoint with an engine, bit by bit.")
+def verify(context: typer.Context) -> None:
+    """Compare two sides."""
+    _run("verify", context)
+
+
 def _run(name: str, context: typer.Context) -> None:
     """Hand the remaining arguments to the subcommand."""
     module = importlib.import_module(f"awex_delta.cli.{name}")

@@ -33,6 +33,7 @@ def stats(version: int, verdict: Verdict = DELTA) -> UpdateStats:
         total_changed=16,
         total_owned=17,
         full_bytes=18,
+        verified="touched",
         seconds={"detect": 0.25, "apply": 0.5},
     )
 

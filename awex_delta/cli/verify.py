@@ -1,0 +1,120 @@
+"""`awex-delta verify`: do a trainer's checkpoint and an engine hold the same bits?"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections import Counter
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import requests
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from awex_delta.cli.output import STDOUT, check_output, write_json
+from awex_delta.errors import ConfigError
+
+app = typer.Typer(add_completion=False)
+
+_TIMEOUT_SECONDS = 600
+
+
+@app.command()
+def verify(
+    trainer: Annotated[
+        Path, typer.Argument(help="HF checkpoint of the trainer: a folder, or a .safetensors.")
+    ],
+    engine: Annotated[
+        list[str],
+        typer.Argument(
+            help="Another HF checkpoint; or the digests of an engine, one JSON file or http address a rank."
+        ),
+    ],
+    json_path: Annotated[
+        Path | None, typer.Option("--json", help="Write every tensor here; - for stdout.")
+    ] = None,
+    limit: Annotated[int, typer.Option(help="Differing tensors to print.", min=0)] = 20,
+) -> None:
+    """Compare every tensor bit by bit, or by digest, one piece in memory at a time.
+
+    Exit code 0 when all tensors are the same, 1 when any differs, is missing or is extra, 2 when a side
+    cannot be read.
+    """
+    check_output("--json", json_path)
+    compare = importlib.import_module("awex_delta.compare")
+    console = Console(stderr=True)
+    try:
+        left = importlib.import_module("awex_delta.checkpoints").Checkpoint(trainer)
+        right = _open_engine(engine)
+        results = _compare(compare, left, right, console)
+    except ConfigError as error:
+        _refuse(str(error))
+    counts = Counter(str(result.outcome) for result in results)
+    same = counts["same"] == len(results)
+    write_json(
+        json_path,
+        {"same": same, "counts": dict(counts), "tensors": [dataclasses.asdict(result) for result in results]},
+    )
+    if json_path != STDOUT:
+        _show(results, counts, limit)
+    raise typer.Exit(code=0 if same else 1)
+
+
+def _open_engine(engine: list[str]) -> Any:
+    digests = [ref for ref in engine if ref.endswith(".json") or ref.startswith(("http://", "https://"))]
+    if not digests:
+        if len(engine) > 1:
+            raise ConfigError(
+                f"ENGINE is {' '.join(engine)}: give one checkpoint, or one file of digests a rank"
+            )
+        return importlib.import_module("awex_delta.checkpoints").Checkpoint(Path(engine[0]))
+    if len(digests) < len(engine):
+        raise ConfigError(f"ENGINE is {' '.join(engine)}: give either a checkpoint or digests, not both")
+    module = importlib.import_module("awex_delta.engine_digests")
+    return module.DigestedState({ref: _read(ref) for ref in digests})
+
+
+def _read(ref: str) -> bytes:
+    """The bytes of a file or of an address."""
+    try:
+        if not ref.startswith("http"):
+            return Path(ref).read_bytes()
+        answer = requests.get(ref, timeout=_TIMEOUT_SECONDS)
+        answer.raise_for_status()
+    except OSError as error:  # what requests raises is one too
+        raise ConfigError(f"{ref} cannot be read: {error}") from error
+    return answer.content
+
+
+def _compare(compare: Any, left: Any, right: Any, console: Console) -> list[Any]:
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+    total = sum(entry.numel for entry in left.entries.values())
+    results = []
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("comparing", total=total)
+        for result in compare.compare(left, right):
+            results.append(result)
+            progress.update(task, advance=result.numel, description=result.name[-40:])
+    return results
+
+
+def _show(results: list[Any], counts: Counter[str], limit: int) -> None:
+    wrong = [result for result in results if result.outcome != "same"]
+    for result in wrong[:limit]:
+        detail = f", {result.detail}" if result.detail else ""
+        if result.num_different:
+            detail += (
+                f": {result.num_different:,} of {result.numel:,} elements, first at {list(result.first)}"
+            )
+        typer.echo(f"{result.outcome}: {result.name}{detail}")
+    if len(wrong) > limit:
+        typer.echo(f"... and {len(wrong) - limit} more (--limit, --json)")
+    words = ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items()))
+    typer.echo(f"{len(results)} tensors: {words or 'none'}")
+
+
+def _refuse(message: str) -> NoReturn:
+    typer.echo(f"awex-delta verify: {message}", err=True)
+    raise typer.Exit(code=2)
