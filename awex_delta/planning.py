@@ -98,6 +98,7 @@ class RunPlan:
     rounds: rounds of the transfer schedule.
     conversion_bytes: what a full sync takes on a trainer rank besides, for converted weights.
     detection_bytes: what a delta of the largest of `SHARES` takes on a trainer rank besides, without frames.
+    accumulate_bytes: what is kept from step to step with `weight_update_delta_accumulate`; else 0.
     environment: what a launcher must export to every worker.
     """
 
@@ -114,6 +115,7 @@ class RunPlan:
     engine_memory: Memory
     conversion_bytes: int
     detection_bytes: int
+    accumulate_bytes: int
     full_bytes: int
     encoding: str
     traffic: tuple[Traffic, ...]
@@ -207,6 +209,7 @@ def _plan(resolved: ResolvedDelta, topology: Topology, shape: ModelShape) -> Run
         conversion_bytes=_BF16 * local,
         # A position of 8 bytes, a code of 1 and a value of 2 for each change.
         detection_bytes=int(max(SHARES) * owned * 11),
+        accumulate_bytes=owned if resolved.settings.accumulate else 0,
         full_bytes=full_bytes,
         encoding=resolved.settings.encoding,
         traffic=tuple(

@@ -11,9 +11,11 @@ import pickle
 from typing import Any
 
 import requests
+import torch
 
-from awex_delta import ConfigError
-from awex_delta.engines.sglang_loader import LOAD_FORMAT, Instruction, message
+from awex_delta import ConfigError, UpdateError
+from awex_delta.engines.sglang_driver import SglangDriver
+from awex_delta.engines.sglang_loader import LOAD_FORMAT, Instruction
 from examples.gsm8k_grpo.rollouts import Place, Request, RolloutEngine, Tokens
 from examples.gsm8k_grpo.settings import Settings
 
@@ -30,39 +32,15 @@ def start(settings: Settings, place: Place) -> RolloutEngine:
 
 
 class SGLangRollouts:
-    """One server. It draws its samples by itself: SGLang takes no seed unless it runs deterministically."""
+    """One server. It draws its samples by itself: SGLang takes no seed unless it runs deterministically.
+
+    Whether an update was committed, the trainer says: its `update_weights` raises where it was not.
+    """
 
     def __init__(self, url: str, place: Place) -> None:
-        self._url = url.rstrip("/")
-        self._place = place
-
-    def connect(self) -> None:
-        """See `RolloutEngine.connect`."""
-        self._instruct("connect")
-
-    def update_weights(self, version: int) -> None:
-        """See `RolloutEngine.update_weights`."""
-        self._instruct("update", version)
-
-    def sample(self, request: Request) -> list[Tokens]:
-        """See `RolloutEngine.sample`. The samples of a prompt share its prefix in the server's cache."""
-        repeated = [prompt for prompt in request.prompts for _ in range(request.num_samples)]
-        params = {
-            "temperature": 1.0,
-            "max_new_tokens": request.max_new_tokens,
-            "stop_token_ids": [request.end],
-        }
-        answers = self._post("generate", {"input_ids": repeated, "sampling_params": params})
-        return [one["output_ids"] for one in answers]
-
-    def close(self) -> None:
-        """See `RolloutEngine.close`. The server goes on."""
-        self._instruct("disconnect")
-
-    def _instruct(self, action: Any, version: int = -1) -> None:
-        place = self._place
+        self._server = Server(url, place.layout.tensor)
         instruction = Instruction(
-            action=action,
+            action="connect",
             engine=place.name,
             first_engine_rank=place.first_rank,
             num_engine_ranks=place.rendezvous.num_engine_ranks,
@@ -71,21 +49,66 @@ class SGLangRollouts:
             port=place.rendezvous.port,
             pair=place.rendezvous.name,
             settings=place.settings,
-            version=version,
         )
-        payload = base64.b64encode(pickle.dumps(message(instruction))).decode()
+        self._driver = SglangDriver(self._server, instruction)
+
+    def connect(self) -> None:
+        """See `RolloutEngine.connect`."""
+        self._driver.connect()
+
+    def update_weights(self, version: int) -> None:
+        """See `RolloutEngine.update_weights`."""
+        self._driver.update_weights(version)
+
+    def sample(self, request: Request) -> list[Tokens]:
+        """See `RolloutEngine.sample`. The samples of a prompt share its prefix in the server's cache."""
+        params = {
+            "temperature": 1.0,
+            "max_new_tokens": request.max_new_tokens,
+            "stop_token_ids": [request.end],
+        }
+        repeated = [prompt for prompt in request.prompts for _ in range(request.num_samples)]
+        answers = self._server.post("generate", {"input_ids": repeated, "sampling_params": params})
+        return [one["output_ids"] for one in answers]
+
+    def close(self) -> None:
+        """See `RolloutEngine.close`. The server goes on."""
+        self._driver.disconnect()
+
+
+class Server:
+    """SGLang's routes, as `SglangDriver` calls them."""
+
+    def __init__(self, url: str, num_workers: int) -> None:
+        self._url = url.rstrip("/")
+        self._num_workers = num_workers
+
+    def load(self, named_tensors: list[tuple[str, torch.Tensor]], *, flush: bool) -> None:
+        """Give tensors to our loader in every worker. SGLang takes them pickled, once a worker."""
+        payload = base64.b64encode(pickle.dumps(named_tensors)).decode()
         body = {
-            "serialized_named_tensors": [payload] * place.layout.tensor,
+            "serialized_named_tensors": [payload] * self._num_workers,
             "load_format": LOAD_FORMAT,
+            "flush_cache": flush,
             "selector": "target",
         }
-        self._post("begin_weight_update", {"selector": "target"})
+        self.post("begin_weight_update", {"selector": "target"})
         try:
-            self._post("update_weights_from_tensor", body)
+            answer = self.post("update_weights_from_tensor", body)
         finally:
-            self._post("end_weight_update", {})
+            self.post("end_weight_update", {})
+        if answer["success"] is not True:
+            raise UpdateError(f"SGLang at {self._url} refused the update: {answer['message']}")
 
-    def _post(self, route: str, body: dict[str, Any]) -> Any:
+    def publish(self, version: str) -> None:
+        """Let SGLang report a version."""
+        self.post("update_weight_version", {"new_version": version, "abort_all_requests": False})
+
+    def post(self, route: str, body: dict[str, Any]) -> Any:
+        """The answer of one route."""
         answer = requests.post(f"{self._url}/{route}", json=body, timeout=3600)
-        answer.raise_for_status()
+        if not answer.ok:
+            raise UpdateError(
+                f"SGLang at {self._url} refused {route}: {answer.status_code} {answer.text[:400]}"
+            )
         return answer.json()

@@ -95,6 +95,9 @@ class DataConfig(Section):
     source: str
     """A JSONL file of questions and answers, or a data set of the hub such as `openai/gsm8k`."""
 
+    limit: int = Field(default=0, ge=0)
+    """Take only so many of the problems, the first ones; 0: all."""
+
     prompt: str = "{question}\n"
     """What the model reads; `{question}` is replaced."""
 
@@ -193,6 +196,6 @@ def _check_batch(settings: Settings) -> None:
     grpo, num_minibatches = settings.grpo, settings.actor.ppo_n_minibatches
     if (grpo.prompts * grpo.group_size) % num_minibatches:
         raise ConfigError(
-            f"grpo.prompts times grpo.group_size = {grpo.prompts * grpo.group_size} completions do not divide "
-            f"into actor.ppo_n_minibatches = {num_minibatches}. Remedy: make it a divisor"
+            f"grpo.prompts times grpo.group_size = {grpo.prompts * grpo.group_size} completions do not "
+            f"divide into actor.ppo_n_minibatches = {num_minibatches}. Remedy: make it a divisor"
         )

@@ -105,6 +105,7 @@ class Run:
         self.settings = settings
         self.policy = policy
         self.tokenizer = tokenizer
+        problems = problems[: settings.data.limit or None]
         prompts = [tokenizer.encode(settings.data.prompt.format(question=one.question)) for one in problems]
         short = [len(one) <= settings.grpo.max_prompt_tokens for one in prompts]
         self.problems = [one for one, fits in zip(problems, short, strict=True) if fits]
@@ -212,7 +213,11 @@ def rounds(run: Run, sender: Sender, rollouts: Rollouts | None, log: RunLog | No
         rewards = run.rewards(chosen, groups)
         history.append(rewards.mean().item())
         if log is not None:
-            facts: dict[str, str | float] = {"reward": history[-1], "tokens": digest(groups), "weights": weights_digest(run.policy)}
+            facts: dict[str, str | float] = {
+                "reward": history[-1],
+                "tokens": digest(groups),
+                "weights": weights_digest(run.policy),
+            }
             log.append(stats, changed_by=sender.changed_by, extra=facts)
             show(stats, history)
         if version <= num_updates:

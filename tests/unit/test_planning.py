@@ -1,0 +1,195 @@
+"""The plan of a run, against transformers' own model, Megatron's own rank groups and real frames."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from megatron.core.parallel_state import RankGenerator
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
+from typer.testing import CliRunner
+
+from awex_delta.allocation import parse_allocation
+from awex_delta.cli.main import app
+from awex_delta.cli.plan import plan_preset
+from awex_delta.errors import ConfigError
+from awex_delta.planning import SHARES, bytes_per_change, count_parameters, plan_run
+from awex_delta.preset import ModelShape, read_preset
+from awex_delta.schema import RolloutConfig, TrainEngineConfig
+from awex_delta.wire.codec import RegionChange
+from awex_delta.wire.registry import CODECS
+
+PRESETS = Path(__file__).parents[2] / "examples" / "gsm8k_grpo"
+LARGE = PRESETS / "qwen3_30b_a3b.yaml"
+TINY = ModelShape(
+    architecture="Qwen3ForCausalLM",
+    vocab_size=64,
+    hidden_size=32,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    intermediate_size=48,
+)
+
+
+def shape_of(path: Path) -> ModelShape:
+    data = read_preset(path)["model"]
+    return ModelShape.load({name: data[name] for name in ModelShape.model_fields if name in data})
+
+
+def parameters_by_name(shape: ModelShape) -> dict[str, int]:
+    """Of transformers' own model, without memory for it."""
+    values = shape.model_dump(exclude={"architecture", "rope_theta"})
+    config: Any = Qwen3MoeConfig(**values) if shape.num_experts else Qwen3Config(**values)
+    create: Any = AutoModelForCausalLM.from_config
+    with torch.device("meta"):
+        model = create(config)
+    return {name: param.numel() for name, param in model.named_parameters()}
+
+
+def test_qwen3_30b_a3b_has_30_5_billion_parameters() -> None:
+    counts = count_parameters(shape_of(LARGE))
+    found = parameters_by_name(shape_of(LARGE))
+    assert counts.total == sum(found.values()) == 30_532_122_624
+    assert counts.experts == sum(size for name, size in found.items() if ".experts." in name)
+    assert counts.copied == sum(size for name, size in found.items() if "norm" in name or ".gate." in name)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_dense_model_is_counted_as_transformers_builds_it(tied: bool) -> None:
+    shape = TINY.model_copy(update={"tie_word_embeddings": tied})
+    assert count_parameters(shape).total == sum(parameters_by_name(shape).values())
+
+
+def test_the_large_preset_is_what_its_readme_works_out() -> None:
+    plan = plan_preset(LARGE)
+    assert (plan.num_trainer_ranks, plan.num_engine_ranks, plan.num_replicas, plan.rounds) == (8, 8, 2, 4)
+    # By hand: an eighth of the experts, a quarter of what is split, all norms and routers.
+    experts, copied = 28_991_029_248, 48 * (2 * 2048 + 2 * 128 + 128 * 2048) + 2048
+    local = experts // 8 + (30_532_122_624 - experts - copied) // 4 + copied
+    dense = local - experts // 8
+    assert plan.trainer_memory.weights == 2 * local
+    assert plan.trainer_memory.gradients == 4 * local
+    assert plan.trainer_memory.optimizer == 12 * (experts // 8 + dense // 2)
+    assert plan.engine_memory.weights == 2 * (experts // 4 + dense)
+    assert plan.full_bytes == 2 * 2 * (30_532_122_624 + 3 * copied)
+    assert set(plan.environment) == {
+        "DTE_SEPARATION_WEIGHT_UPDATE",
+        "DTE_DELTA_TRANSFER",
+        "DTE_DELTA_ANCHOR_INTERVAL",
+        "DTE_STREAMING_RECONSTRUCT",
+    }
+    rows = {(row.encoding, row.changed_share): row for row in plan.traffic}
+    assert {share for _, share in rows} == set(SHARES)
+    for share in SHARES:
+        assert rows["indices", share].of_full == pytest.approx(3 * share)
+        assert rows["indices", share].total_bytes == pytest.approx(3 * share * plan.full_bytes, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [
+        "megatron:(attn:d2p1t4|ffn:d1p1e8)",
+        "megatron:d2p2t2",
+        "megatron:d2t2c2",
+        "megatron:(attn:d4p1t2|ffn:d2p1e4)",
+    ],
+)
+def test_owners_are_the_groups_that_megatron_makes(backend: str) -> None:
+    shape = shape_of(LARGE)
+    engines = RolloutConfig(backend="vllm:d8")
+    plan = plan_run(TrainEngineConfig(backend=backend, enable_delta_weight_update=True), engines, shape)
+    allocation = parse_allocation(backend, backends=("megatron",))
+    dense, experts = allocation.layout, allocation.experts
+    ranks = RankGenerator(
+        tp=dense.tensor, ep=1, dp=dense.data, pp=dense.pipeline, cp=dense.context, order="tp-cp-ep-dp-pp"
+    )
+    assert sorted(map(list, plan.owners[0].groups)) == sorted(map(sorted, ranks.get_ranks("dp-cp")))
+    if experts is not None:
+        ranks = RankGenerator(
+            tp=experts.tensor, ep=experts.expert, dp=experts.data, pp=1, cp=1, order="tp-cp-ep-dp-pp"
+        )
+        assert sorted(map(list, plan.owners[1].groups)) == sorted(map(sorted, ranks.get_ranks("dp")))
+
+
+@pytest.mark.parametrize("encoding", ["indices", "gaps", "ulp", "ulp_zstd"])
+@pytest.mark.parametrize("share", SHARES)
+def test_expected_bytes_are_those_of_real_frames(encoding: str, share: float) -> None:
+    generator = torch.Generator().manual_seed(3)
+    numel = 2_000_000
+    index = (torch.rand(numel, generator=generator) < share).nonzero().flatten()
+    # Steps as they occur in training: nine of ten by one unit, up or down.
+    size = 1 + (torch.rand(index.numel(), generator=generator) > 0.89).to(torch.int8)
+    code = size * (1 - 2 * torch.randint(2, (index.numel(),), generator=generator)).to(torch.int8)
+    value = torch.randn(index.numel(), generator=generator).to(torch.bfloat16)
+    change = RegionChange(numel=numel, index=index, value=value, code=code)
+    body = CODECS[encoding].encode([change], torch.bfloat16)
+    assert body.numel() / index.numel() == pytest.approx(bytes_per_change(encoding, share), rel=0.06)
+
+
+def test_a_model_that_does_not_divide_is_refused_with_the_letter() -> None:
+    train = TrainEngineConfig(backend="megatron:t4", enable_delta_weight_update=True)
+    with pytest.raises(ConfigError, match=r"num_key_value_heads = 2 does not divide by t4 of actor.backend"):
+        plan_run(train, RolloutConfig(backend="vllm:d4"), TINY)
+
+
+def test_accumulating_takes_a_byte_an_owned_element() -> None:
+    plan = plan_preset(PRESETS / "tiny_accumulate.yaml")
+    assert plan.accumulate_bytes == plan.owned_elements == plan.parameters.total
+
+
+def test_the_command_prints_the_same_numbers_as_json() -> None:
+    result = CliRunner().invoke(app, ["plan", "qwen3_30b_a3b", "--json"])
+    assert result.exit_code == 0, result.output
+    data = json.loads(result.output)
+    assert data["parameters"]["total"] == 30_532_122_624
+    assert data["full_bytes"] == plan_preset(LARGE).full_bytes
+
+
+def test_the_command_prints_a_table_for_people() -> None:
+    result = CliRunner().invoke(app, ["plan", str(LARGE), "actor.weight_update_anchor_interval=7"])
+    assert result.exit_code == 0, result.output
+    for text in ("8 + 8 = 16 ranks", "30,532,122,624", "0+4", "export DTE_DELTA_ANCHOR_INTERVAL=7"):
+        assert text in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["nowhere"], "nowhere"),
+        (["tiny_cpu", "rollout.backend=transformers:d2"], "not a power of two"),
+        (["tiny_cpu", "actor.enable_delta_weight_update=false"], "there is no delta to plan"),
+        (["tiny_cpu", "nonsense=1"], "section.setting=value"),
+        (["tiny_cpu", "actor.enable_delta=true"], "did you mean enable_delta_weight_update?"),
+        (["tiny_cpu", "model.hidden_size=many"], "hidden_size = 'many'"),
+        (["tiny_cpu", "model.num_experts=4"], "num_experts = 4"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_exit_code_2(arguments: list[str], says: str) -> None:
+    result = CliRunner().invoke(app, ["plan", *arguments])
+    assert result.exit_code == 2
+    assert says in result.output
+
+
+def test_numbers_are_read_as_people_write_them(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("optimizer:\n  lr: 3e-6\n  name: e5\n  steps: 12\n")
+    data = read_preset(path, ["optimizer.eps=1e-8", "optimizer.betas={a: 0.9}", "optimizer.betas.b=-2.5E+3"])
+    expected = {"lr": 3e-6, "name": "e5", "steps": 12, "eps": 1e-8, "betas": {"a": 0.9, "b": -2500.0}}
+    assert data == {"optimizer": expected}
+
+
+@pytest.mark.parametrize("path", sorted(PRESETS.glob("*.yaml")), ids=lambda path: path.name)
+def test_every_field_of_the_large_preset_is_commented_and_every_preset_plans(path: Path) -> None:
+    assert plan_preset(path).parameters.total > 1_000_000
+    if path != LARGE:
+        return
+    for line in path.read_text().splitlines():
+        is_field = ":" in line and not line.startswith("#") and not line.strip().endswith(":")
+        assert not is_field or "#" in line, line
+    assert yaml.safe_load(path.read_text())["actor"]["ppo_n_minibatches"] == 1
