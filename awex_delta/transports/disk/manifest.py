@@ -115,6 +115,12 @@ class Manifest(_Entry):
         return sum(file.size for file in self.files)
 
     @property
+    def extra_files(self) -> tuple[FileEntry, ...]:
+        """Files that hold no tensors, such as config.json."""
+        with_tensors = {entry.file for entry in self.tensors}
+        return tuple(file for file in self.files if file.name not in with_tensors)
+
+    @property
     def label(self) -> str:
         """How messages call it."""
         return f"version {self.version} ({self.kind}) of run {self.run_id[:8]}"

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
-import time
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -16,6 +14,7 @@ from awex_delta.session import Stopwatch
 from awex_delta.transports.disk.apply import Staged, stage, write
 from awex_delta.transports.disk.chain import Catalogue, Chain, find_chain
 from awex_delta.transports.disk.folder import Folder
+from awex_delta.transports.disk.lease import Lease, leased_chain
 from awex_delta.transports.disk.manifest import Manifest
 from awex_delta.transports.disk.peers import Peers, Word
 from awex_delta.types import DeltaSettings, EngineView, UpdateStats
@@ -66,7 +65,8 @@ class DiskReader:
         self._engine = engine
         self._peers = Peers(rendezvous, engine_rank, settings)
         self._folder = Folder(settings.disk_url, options)
-        self._lease = _Lease(self._folder, f"{engine}-{engine_rank}-{uuid.uuid4().hex[:8]}", settings)
+        holder = f"{engine}-{engine_rank}-{uuid.uuid4().hex[:8]}"
+        self._lease = Lease(self._folder, holder, settings.timeout_seconds)
         self._on_phase = on_phase or (lambda phase: None)
         self._ledger = EngineLedger()
         self._held: Manifest | None = None  # what the weights are exactly
@@ -162,7 +162,7 @@ class DiskReader:
             failure = f"the folder {self._folder.url} cannot be read: {type(error).__name__}: {error}"
         if tip is None or not chain.reachable:
             tip = None
-            failure = failure or "; ".join(chain.problems) or "there is no version in the folder"
+            failure = failure or "; ".join(chain.problems)
         elif chain.problems:
             logger.warning(
                 "engine %s: newer versions cannot be used: %s", self._engine, "; ".join(chain.problems)
@@ -190,7 +190,7 @@ class DiskReader:
         staged: list[Staged] = []
         word = Word(phase="stage")
         try:
-            links = self._leased_links(tip, refused)
+            links = self._links(tip, refused)
             staged = self._stage(links[0]) if links else []
         except Exception as error:  # noqa: BLE001 - the phase boundary: every rank must learn of it
             word = self._blame("stage", links[0] if links else tip, error)
@@ -205,17 +205,14 @@ class DiskReader:
             word = self._blame("apply", link, error)
         return self._conclude(word)
 
-    def _leased_links(self, tip: Manifest, refused: Collection[str]) -> Sequence[Manifest]:
+    def _links(self, tip: Manifest, refused: Collection[str]) -> Sequence[Manifest]:
         """What to apply. From here on, none of it is removed."""
         if self._held is not None and tip.id == self._held.id:
             return ()
-        while True:
-            chain = find_chain(Catalogue(self._folder), self._held, target=tip.version, refused=refused)
-            if not chain.reachable or not chain.links or chain.links[-1].id != tip.id:
-                raise FileNotFoundError("; ".join(chain.problems) or f"{tip.label} was replaced")
-            if self._lease.covers(chain.links[0].version):
-                return chain.links
-            self._lease.begin(chain.links[0].version)  # then look again: it may be gone by now
+        chain = leased_chain(self._folder, self._lease, self._held, target=tip.version, refused=refused)
+        if not chain.links or chain.links[-1].id != tip.id:
+            raise FileNotFoundError("; ".join(chain.problems) or f"{tip.label} was replaced")
+        return chain.links
 
     def _stage(self, link: Manifest) -> list[Staged]:
         self._on_phase("stage")
@@ -267,48 +264,3 @@ class DiskReader:
             self._ledger, self._held = self._ledger.touch(), None  # caches may be stale
             raise
         self._served = tip.id
-
-
-class _Lease:
-    """What keeps the versions that this rank reads from being removed."""
-
-    def __init__(self, folder: Folder, holder: str, settings: DeltaSettings) -> None:
-        self._folder = folder
-        self._holder = holder
-        self._seconds = settings.timeout_seconds
-        self._oldest: int | None = None
-        self._renewed = 0.0
-        self._lock = threading.Lock()
-
-    def covers(self, version: int) -> bool:
-        """True while nothing from `version` on is removed."""
-        return self._oldest is not None and self._oldest <= version
-
-    def begin(self, oldest: int) -> None:
-        """Keep everything from `oldest` on."""
-        self._oldest = oldest
-        self._put()
-
-    def renew(self) -> None:
-        """Keep it for longer, where a good part of the time is over."""
-        with self._lock:
-            if self._oldest is not None and time.monotonic() - self._renewed > self._seconds / 4:
-                self._put()
-
-    def end(self) -> None:
-        """Keep nothing."""
-        if self._oldest is not None:
-            self._oldest = None
-            try:
-                self._folder.release(self._holder)
-            except OSError as error:
-                logger.warning("a lease was not removed, it ends by itself: %s", error)
-
-    def _put(self) -> None:
-        self._renewed = time.monotonic()
-        try:
-            self._folder.lease(self._holder, self._oldest or 0, self._seconds)
-        except OSError as error:  # a folder that one may only read
-            logger.warning(
-                "no lease on %s, old versions may go while they are read: %s", self._folder.url, error
-            )

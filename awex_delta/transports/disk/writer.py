@@ -303,7 +303,7 @@ class DiskWriter:
             kind=decision.verdict.kind,
             packed=packed,
             facts=facts,
-            extra=self._extra if self._rank == 0 else {},
+            extra=self._extra if self._rank == 0 and not is_delta else {},
         )
 
     def _pack_delta(self, detection: Detection) -> PackedFile | None:
