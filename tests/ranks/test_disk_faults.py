@@ -14,14 +14,17 @@ from typing import Any, ClassVar
 
 import fsspec
 import pytest
+import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
-from awex_delta.errors import ChainError, UpdateAborted
+from awex_delta.digest import digest
+from awex_delta.errors import ChainError, UpdateAborted, VerificationError
 from awex_delta.testing.ranks import results
 from awex_delta.transports.disk.chain import Catalogue
 from awex_delta.transports.disk.folder import INDEX, Folder, version_name
 from awex_delta.transports.disk.manifest import Manifest, dump_manifest
 from awex_delta.verdict import Reason
+from tests.ranks.conftest import DOWN, NORM
 from tests.ranks.disk import Engine, Trainers, delta_file, files_below, flip, model_file
 
 Build = Callable[..., Any]
@@ -291,6 +294,71 @@ def test_a_version_is_not_ready_where_publishing_it_failed(build: Build, tmp_pat
     assert not engine.reader.ready
     engine.views[0].committed = commit
     assert engine.read(1) == 1
+
+
+@pytest.mark.parametrize("verify", ["touched", "full"])
+def test_a_base_that_is_not_what_it_should_be_is_found_before_it_is_served(
+    build: Build, tmp_path: Path, verify: str
+) -> None:
+    trainers = build(Trainers, str(tmp_path), verify=verify, encoding="ulp")
+    engine = build(Engine, trainers, num_ranks=2)
+    trainers.write(0)
+    engine.read()
+    trainers.write(1)
+    changed = (trainers.history[0][DOWN] != trainers.history[1][DOWN]).nonzero()
+    row, column = changed[-1].tolist() if verify == "touched" else unchanged(trainers).tolist()
+    part = engine.views[column // 12].tensors_by_name[DOWN]  # cut by columns, twelve on each rank
+    part.view(torch.int16)[row, column % 12] ^= 1
+    for error in engine.try_read():
+        assert isinstance(error, VerificationError)
+        assert f"{DOWN} (1) after version 1" in str(error)
+    assert not any(reader.ready for reader in engine.readers)
+    assert [view.published for view in engine.views] == [[0], [0]]
+    assert engine.read() == 1  # from the full version on
+    assert engine.holds(trainers.history[1])
+    stats = results(engine.try_read())
+    assert [one.verified for one in stats] == [verify] * 2
+
+
+def unchanged(trainers: Trainers) -> torch.Tensor:
+    """A place in a weight that version 1 does not touch."""
+    manifest = Catalogue(Folder(trainers.url)).get(1)
+    assert isinstance(manifest, Manifest)
+    assert manifest.scope == "full"
+    return (trainers.history[0][DOWN] == trainers.history[1][DOWN]).nonzero()[0]
+
+
+def test_a_write_that_an_engine_drops_is_found(build: Build, tmp_path: Path) -> None:
+    trainers = write_chain(build, tmp_path)
+    engine = build(Engine, trainers, num_ranks=2)
+    engine.read(0)
+    norm = engine.views[1].tensors_by_name[NORM]
+    engine.views[1].synchronize = norm.zero_
+    for error in engine.try_read(3):
+        assert isinstance(error, VerificationError)
+        assert NORM in str(error)
+    assert not any(reader.ready for reader in engine.readers)
+
+
+def test_without_verification_nothing_is_read_back(build: Build, tmp_path: Path) -> None:
+    trainers = build(Trainers, str(tmp_path), verify="off")
+    trainers.write(0, 1)
+    engine = build(Engine, trainers)
+    (stats,) = results(engine.try_read())
+    assert stats.verified == "off"
+    manifest = Catalogue(Folder(trainers.url)).get(1)
+    assert isinstance(manifest, Manifest)
+    assert (manifest.scope, manifest.digest) == ("off", {})
+
+
+def test_the_digest_in_a_manifest_is_that_of_the_whole_tensors(build: Build, tmp_path: Path) -> None:
+    trainers = build(Trainers, str(tmp_path), verify="full")
+    trainers.write(0, 1)
+    for version in (0, 1):
+        manifest = Catalogue(Folder(trainers.url)).get(version)
+        assert isinstance(manifest, Manifest)
+        weights = trainers.history[version]
+        assert manifest.digest == {name: f"{digest(weights[name], name):016x}" for name in sorted(weights)}
 
 
 def test_old_versions_go_and_those_that_are_read_stay(build: Build, tmp_path: Path) -> None:

@@ -16,13 +16,14 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 from typer.testing import CliRunner, Result
 
+from awex_delta.attach import attach_transformers, attach_transformers_disk
 from awex_delta.cli.main import app
-from awex_delta.engines.transformers import TransformersEngine
-from awex_delta.errors import ChainError
+from awex_delta.errors import ChainError, ConfigError
+from awex_delta.rendezvous import Rendezvous
 from awex_delta.trainers.torch_adamw import TorchAdamWTrainer
 from awex_delta.transports.disk.folder import INDEX, Folder, version_name
 from awex_delta.transports.disk.pull import LocalCheckpoint
-from awex_delta.transports.disk.reader import DiskReader
+from awex_delta.types import DeltaSettings
 from tests.ranks.disk import Engine, Trainers, delta_file, files_below, flip, model_file
 
 Build = Callable[..., Any]
@@ -98,7 +99,7 @@ def test_transformers_loads_anchors_and_generates_the_same_after_replay(build: B
     first = generated(model)
     served = loaded(tmp_path / "run" / version_name(0))
     assert generated(served) == first
-    reader = DiskReader(TransformersEngine(served), trainers.settings)
+    reader = attach_transformers_disk(served, settings=trainers.settings)
     trainers.write(1, 2)
     assert trainers.kinds == "FDD"
     assert reader.update_weights().version == 2
@@ -109,6 +110,15 @@ def test_transformers_loads_anchors_and_generates_the_same_after_replay(build: B
     assert generated(loaded(checkpoint)) == generated(model)
     with pytest.raises(ValueError, match=r"config\.json"):
         loaded(tmp_path / "run" / version_name(2))  # changes are not taken for weights
+
+
+def test_attaching_with_the_settings_of_the_other_transport_is_refused() -> None:
+    model: Any = None
+    with pytest.raises(ConfigError, match="weight_update_transport='p2p': this call is for 'disk'"):
+        attach_transformers_disk(model, settings=DeltaSettings())
+    settings = DeltaSettings(transport="disk", disk_url="memory://x")
+    with pytest.raises(ConfigError, match="weight_update_transport='disk': this call is for 'p2p'"):
+        attach_transformers(model, rendezvous=Rendezvous.alone(), engine_rank=0, settings=settings)
 
 
 def invoke(*arguments: str, code: int = 0) -> Result:

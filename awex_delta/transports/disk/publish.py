@@ -22,6 +22,7 @@ from awex_delta.errors import ConnectError, PeerError
 from awex_delta.rendezvous import Rendezvous
 from awex_delta.store import BoundedStore
 from awex_delta.transports.disk.chain import Catalogue, expired
+from awex_delta.transports.disk.content import added
 from awex_delta.transports.disk.folder import INDEX, Folder, Step, version_name
 from awex_delta.transports.disk.manifest import FileEntry, Manifest, TensorEntry, checksum, dump_manifest
 from awex_delta.transports.disk.pack import PackedFile
@@ -37,6 +38,7 @@ class Job:
 
     token: of this attempt, the same on all ranks.
     packed: this rank's file; None when it has nothing to store.
+    digest: this rank's part of the content digests.
     facts: fields of the manifest that all ranks agreed on.
     extra: small files that lie beside the weights of a full version, such as config.json; of rank 0.
     """
@@ -46,6 +48,7 @@ class Job:
     kind: Kind
     packed: PackedFile | None
     facts: Mapping[str, Any]
+    digest: Mapping[str, str] = field(default_factory=dict)
     extra: Mapping[str, bytes] = field(default_factory=dict)
 
 
@@ -133,7 +136,7 @@ class Publisher:
 
         Collective: yes, over the trainer ranks.
         """
-        part: dict[str, Any] = {"failure": "", "files": [], "tensors": []}
+        part: dict[str, Any] = {"failure": "", "files": [], "tensors": [], "digest": dict(job.digest)}
         try:
             if job.packed is not None:
                 self._write(job, job.packed)
@@ -200,6 +203,7 @@ class Publisher:
             created=time.time(),
             files=(*(FileEntry(**file) for part in parts for file in part["files"]), *_extra_files(job)),
             tensors=tuple(TensorEntry(**entry) for part in parts for entry in part["tensors"]),
+            digest=added(part["digest"] for part in parts),
             **facts,
         )
 

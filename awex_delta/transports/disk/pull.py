@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from awex_delta.errors import ChainError, CorruptFrameError, WireError
 from awex_delta.plan.specs import WIRE_DTYPES
 from awex_delta.transports.disk.apply import stage, whole_parts, write
+from awex_delta.transports.disk.content import differing, sums_of
 from awex_delta.transports.disk.folder import INDEX, Folder, Step, ignore_step, version_name
 from awex_delta.transports.disk.layout import WholeTensor
 from awex_delta.transports.disk.lease import Lease, leased_chain
@@ -199,15 +200,19 @@ class LocalCheckpoint:
             else:
                 tensors = self._load(shard, held.shards[shard] if held else {})
             for link in links:
-                self._bring(link, tensors, progress)
+                wrong = self._bring(link, tensors, progress)
+                if wrong and first.kind is Kind.FULL:
+                    raise _UnusableVersion(link, CorruptFrameError(f"it does not lead to its own {wrong}"))
+                if wrong:
+                    raise _DamagedBase(f"{link.label} does not lead to its {wrong}")
             name = f"model-v{tip.version:06d}-{number:05d}.safetensors"
             packed.append(self._save(name, tensors))
         index = _index(tip, packed)
         self._local.put(INDEX, [json.dumps(index, indent=1).encode()], self._step)
         self._sweep({file.file.name for file in packed})
 
-    def _bring(self, link: Manifest, tensors: Tensors, progress: Progress) -> None:
-        """Apply one version to the tensors of one shard."""
+    def _bring(self, link: Manifest, tensors: Tensors, progress: Progress) -> list[str]:
+        """Apply one version to the tensors of one shard; those that are not what the trainer had then."""
 
         def note(num_bytes: int) -> None:
             self._lease.renew()
@@ -215,10 +220,12 @@ class LocalCheckpoint:
             progress.advance(num_bytes)
 
         try:
-            staged = stage(self._source, link, whole_parts(tensors), workers=self._workers, on_read=note)
+            parts = whole_parts(tensors)
+            staged = stage(self._source, link, parts, workers=self._workers, on_read=note)
         except (WireError, OSError) as error:
             raise _UnusableVersion(link, error) from error
         write(staged)
+        return differing(link, [sums_of(link, parts, staged)])
 
     def _load(self, shard: str, sums: Mapping[str, str]) -> Tensors:
         """The tensors of a local shard, each with the checksum it was written with. Raises _DamagedBase."""

@@ -5,14 +5,23 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from awex_delta.errors import AwexDeltaError, ChainError, UpdateAborted, UpdateError, WireError
+from awex_delta.errors import (
+    AwexDeltaError,
+    ChainError,
+    UpdateAborted,
+    UpdateError,
+    VerificationError,
+    WireError,
+)
 from awex_delta.plan.ledger import EngineLedger, check_version
 from awex_delta.rendezvous import Rendezvous
 from awex_delta.session import Stopwatch
 from awex_delta.transports.disk.apply import Staged, stage, write
 from awex_delta.transports.disk.chain import Catalogue, Chain, find_chain
+from awex_delta.transports.disk.content import PartSum, differing, dump_sums, load_sums, sums_of
 from awex_delta.transports.disk.folder import Folder
 from awex_delta.transports.disk.lease import Lease, leased_chain
 from awex_delta.transports.disk.manifest import Manifest
@@ -21,6 +30,8 @@ from awex_delta.types import DeltaSettings, EngineView, UpdateStats
 from awex_delta.verdict import Reason, Verdict
 
 logger = logging.getLogger(__name__)
+
+_MAX_NAMED = 8  # tensors that an error names
 
 
 class DiskReader:
@@ -72,6 +83,7 @@ class DiskReader:
         self._held: Manifest | None = None  # what the weights are exactly
         self._served = ""  # id of what all ranks of the engine agreed to hold
         self._bytes_read = self._num_written = 0
+        self._sums: dict[str, list[PartSum]] = {}  # by version just written, what this rank holds
 
     @property
     def version(self) -> int | None:
@@ -114,6 +126,8 @@ class DiskReader:
             ConfigError: `version` is not an int of at least 0.
             ChainError: no chain of whole versions of one run leads to the version, or to any. The weights
                 are a version as before, and `ready` tells whether they may be served.
+            VerificationError: the weights are not what the trainer had; nothing is served until a full
+                version was read.
             UpdateError: a rank of this engine failed. Where a write had begun, nothing is served until a
                 full version was read.
 
@@ -123,6 +137,7 @@ class DiskReader:
             check_version(version)
         watch = Stopwatch()
         self._bytes_read = self._num_written = 0
+        self._sums.clear()
         refused: set[str] = set()
         with self._peers.in_step("read"):
             try:
@@ -144,6 +159,7 @@ class DiskReader:
             total_wire_bytes=tip.size,
             total_changed=tip.changed,
             total_owned=tip.owned,
+            verified=tip.scope if tip.digest else "off",
             seconds=watch.seconds,
         )
 
@@ -203,7 +219,32 @@ class DiskReader:
                 self._write(link, staged if place == 0 else self._stage(link))
         except Exception as error:  # noqa: BLE001 - the phase boundary: every rank must learn of it
             word = self._blame("apply", link, error)
-        return self._conclude(word)
+        return self._conclude(word) or self._compare(links)
+
+    def _compare(self, links: Sequence[Manifest]) -> set[str]:
+        """Do all ranks hold the trainers' contents? Of every version that all of them have just written.
+
+        Raises VerificationError: on every rank alike; nothing is served until a full version was read.
+        """
+        sums = {link.id: dump_sums(self._sums[link.id]) for link in links if link.id in self._sums}
+        wrong: dict[str, list[str]] = {}
+        ranks = self._peers.exchange(sums, phase="verify")
+        for link in links:
+            held = [load_sums(rank[link.id]) for rank in ranks if link.id in rank]
+            wrong |= {link.label: names} if (names := differing(link, held)) else {}
+        self._sums.clear()
+        word = Word(phase="compare", fatal=bool(wrong))
+        if wrong:
+            self._ledger, self._held = self._ledger.touch(), None
+            names = [f"{', '.join(n[:_MAX_NAMED])} ({len(n)}) after {label}" for label, n in wrong.items()]
+            word = replace(
+                word, failure="the engine holds other contents than the trainer had: " + "; ".join(names)
+            )
+        failed = [one.failure for one in self._peers.tell(word) if one.failure]
+        if failed:
+            self._ledger, self._held = self._ledger.touch(), None
+            raise VerificationError(f"engine {self._engine}: {failed[0]}")
+        return set()
 
     def _links(self, tip: Manifest, refused: Collection[str]) -> Sequence[Manifest]:
         """What to apply. From here on, none of it is removed."""
@@ -234,6 +275,7 @@ class DiskReader:
         self._on_phase("apply")
         self._num_written += write(staged)
         self._view.synchronize()
+        self._sums[link.id] = sums_of(link, self._view.tensors(), staged)
         self._ledger, self._held = self._ledger.commit(link.run_id, link.version), link
 
     def _blame(self, phase: str, link: Manifest, error: Exception) -> Word:
