@@ -53,26 +53,19 @@ ROLLOUT_SETTINGS = {"backend": None, "version": "v2", "scheduling_strategy": Sch
 STRATEGY_SETTINGS = {"type": "separation", "target": None}
 
 # Packages that a user may lack, and the modules that exist for them alone.
-<<<<<<< HEAD
 OPTIONAL_PACKAGES = (
-    *("apex", "sglang", "transformer_engine", "vllm"),
+    *("apex", "matplotlib", "sglang", "transformer_engine", "vllm"),
     *("fastapi", "httpx", "prometheus_client", "uvicorn"),
 )
-=======
-OPTIONAL_PACKAGES = ("apex", "matplotlib", "sglang", "transformer_engine", "vllm")
->>>>>>> c678856 (awex-delta report: a training's updates as one self-contained page, tested in a real browser)
 NEED_AN_OPTIONAL_PACKAGE = (
     "awex_delta.engines.sglang",
     "awex_delta.engines.vllm",
     "awex_delta.engines.vllm_backend",
     "awex_delta.engines.vllm_proof",
-<<<<<<< HEAD
     "awex_delta.gateway",
-=======
     "awex_delta.report.figures",
     "awex_delta.report.page",
     "awex_delta.report.svg",
->>>>>>> c678856 (awex-delta report: a training's updates as one self-contained page, tested in a real browser)
 )
 
 
