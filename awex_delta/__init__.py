@@ -11,7 +11,12 @@ from typing import TYPE_CHECKING, Any
 from awex_delta._version import __version__
 
 if TYPE_CHECKING:
-    from awex_delta.attach import attach_megatron, attach_transformers
+    from awex_delta.attach import (
+        attach_megatron,
+        attach_megatron_disk,
+        attach_transformers,
+        attach_transformers_disk,
+    )
     from awex_delta.config import RolloutConfig, TrainEngineConfig, resolve
     from awex_delta.environment import (
         scrub_worker_environment,
@@ -33,11 +38,16 @@ if TYPE_CHECKING:
     from awex_delta.runlog import RunLog
     from awex_delta.sender import Sender
     from awex_delta.targets import Targets, TargetsUpdate
+    from awex_delta.transports.disk.reader import DiskReader
+    from awex_delta.transports.disk.writer import DiskWriter
     from awex_delta.types import DeltaSettings, EngineTensor, EngineView, TrainerView, UpdateStats
     from awex_delta.verdict import Kind, Reason, Verdict
 
 _HOMES = {
-    "attach": ("attach_megatron", "attach_transformers"),
+    "attach": (
+        *("attach_megatron", "attach_megatron_disk"),
+        *("attach_transformers", "attach_transformers_disk"),
+    ),
     "config": ("RolloutConfig", "TrainEngineConfig", "resolve"),
     "environment": ("scrub_worker_environment", "settings_from_environment", "worker_environment"),
     "errors": (
@@ -50,6 +60,8 @@ _HOMES = {
     "runlog": ("RunLog",),
     "sender": ("Sender",),
     "targets": ("Targets", "TargetsUpdate"),
+    "transports.disk.reader": ("DiskReader",),
+    "transports.disk.writer": ("DiskWriter",),
     "types": (*("DeltaSettings", "EngineTensor", "EngineView", "TrainerView", "UpdateStats"),),
     "verdict": ("Kind", "Reason", "Verdict"),
 }
@@ -60,6 +72,8 @@ __all__ = [
     "ConfigError",
     "ConnectError",
     "DeltaSettings",
+    "DiskReader",
+    "DiskWriter",
     "EngineTensor",
     "EngineView",
     "Kind",
@@ -81,7 +95,9 @@ __all__ = [
     "Verdict",
     "__version__",
     "attach_megatron",
+    "attach_megatron_disk",
     "attach_transformers",
+    "attach_transformers_disk",
     "host_store",
     "read_run",
     "resolve",

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from awex_delta.errors import ConfigError
 from awex_delta.receiver import Receiver
 from awex_delta.rendezvous import Rendezvous
 from awex_delta.sender import Sender
+from awex_delta.transports.disk.reader import DiskReader
+from awex_delta.transports.disk.writer import DiskWriter
 from awex_delta.types import DeltaSettings
 
 if TYPE_CHECKING:
@@ -40,12 +43,13 @@ def attach_megatron(
 
     Raises:
         UnsupportedError: the model or the optimizer cannot be read.
-        ConfigError: the world size is not allowed.
+        ConfigError: the world size is not allowed, or the settings say that updates go through a folder.
 
     Collective: no. Call it on every rank of the trainer.
     """
     from awex_delta.trainers.megatron import MegatronTrainer
 
+    _require_transport(settings, "p2p")
     view = MegatronTrainer.attach(
         model_chunks, optimizer, hf_config, settings=settings, router_dtype=router_dtype
     )
@@ -82,4 +86,88 @@ def attach_transformers(
     """
     from awex_delta.engines.transformers import TransformersEngine
 
+    _require_transport(settings, "p2p")
     return Receiver(TransformersEngine(model), rendezvous, engine_rank, engine, settings, device=model.device)
+
+
+def attach_megatron_disk(
+    model_chunks: Sequence[torch.nn.Module],
+    optimizer: Any,
+    hf_config: Any,
+    *,
+    rendezvous: Rendezvous,
+    settings: DeltaSettings,
+    router_dtype: str = "bf16",
+    extra_files: Mapping[str, bytes] | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> DiskWriter:
+    """Attach to a Megatron training whose updates go through a folder.
+
+    Args:
+        model_chunks, optimizer, router_dtype: as for `attach_megatron`.
+        hf_config: config of the HF model; written as config.json beside the weights of full versions.
+        rendezvous: where the trainer ranks meet, with no engine ranks.
+        settings: `resolve(train_config, rollout_config).settings`, with `weight_update_transport: disk`.
+        extra_files: more files for full versions, such as those of the tokenizer, by name.
+        options: fsspec's options of the filesystem.
+
+    Returns:
+        This rank's writer.
+
+    Raises:
+        UnsupportedError: the model or the optimizer cannot be read.
+        ConfigError: the settings name another transport, or a folder that cannot be opened.
+
+    Collective: no. Call it on every rank of the trainer.
+    """
+    from awex_delta.trainers.megatron import MegatronTrainer
+
+    _require_transport(settings, "disk")
+    view = MegatronTrainer.attach(
+        model_chunks, optimizer, hf_config, settings=settings, router_dtype=router_dtype
+    )
+    files = {"config.json": hf_config.to_json_string().encode(), **(extra_files or {})}
+    rank = int(view.layout().rank_info["global_rank"])
+    return DiskWriter(view, rendezvous, rank, settings, extra_files=files, options=options)
+
+
+def attach_transformers_disk(
+    model: PreTrainedModel,
+    *,
+    settings: DeltaSettings,
+    engine: str = "transformers",
+    options: Mapping[str, Any] | None = None,
+) -> DiskReader:
+    """Attach to a transformers model in this process that follows a folder.
+
+    Args:
+        model: loaded with the trainer's dtype (`dtype=torch.bfloat16`), on one device.
+        settings: `resolve(train_config, rollout_config).settings`, with `weight_update_transport: disk`.
+        engine: name of this engine, for its lease and for messages.
+        options: fsspec's options of the filesystem.
+
+    Returns:
+        The reader. Nothing is read yet: call `update_weights`.
+
+    Raises:
+        LayoutError: the model holds weights that cannot be updated in place.
+        ConfigError: the settings name another transport, or a folder that cannot be opened.
+
+    Collective: no.
+    """
+    from awex_delta.engines.transformers import TransformersEngine
+
+    _require_transport(settings, "disk")
+    return DiskReader(TransformersEngine(model), settings, engine=engine, options=options)
+
+
+def _require_transport(settings: DeltaSettings, transport: str) -> None:
+    if settings.transport != transport:
+        raise ConfigError(
+            f"weight_update_transport={settings.transport!r}: this call is for {transport!r}; attach with "
+            + (
+                "attach_..._disk"
+                if settings.transport == "disk"
+                else "attach_megatron or attach_transformers"
+            )
+        )

@@ -33,7 +33,7 @@ class Rendezvous:
 
     def __post_init__(self) -> None:
         for field in ("num_engine_ranks", "num_trainer_ranks"):
-            if getattr(self, field) < 0 or not self.world_size:
+            if getattr(self, field) < 0 or not (self.num_engine_ranks or self.num_trainer_ranks):
                 raise ConfigError(f"{field}={getattr(self, field)}: give the number of ranks of that side")
         if self.store is None and not 0 < self.port < 65536:
             raise ConfigError(f"port={self.port}: give the port of the store that host_store() opened")

@@ -77,6 +77,11 @@ A launcher starts each trainer and engine worker with
 | `DTE_RELEASE_GRAD_BUFFERS` | `True` | `weight_update_release_grad_buffers: true` |
 | `DTE_TIMEOUT_SECONDS` | seconds | `weight_update_timeout_seconds`, likewise |
 | `DTE_CONNECT_TIMEOUT_SECONDS` | seconds | `weight_update_connect_timeout_seconds`, likewise |
+| `DTE_TRANSPORT` | `disk` | `weight_update_transport: disk` |
+| `DTE_DISK_URL` | a URL | `weight_update_disk_url` |
+| `DTE_DISK_KIND` | `full` | `weight_update_disk_kind: full` |
+| `DTE_KEEP_ANCHORS` | a count | `weight_update_keep_anchors`, when it is not the default |
+| `DTE_READ_WORKERS` | a count | `weight_update_read_workers`, likewise |
 
 Flags are `1`, `true` or `True`, and `0`, `false` or empty; anything else is refused, as is a name that is
 nearly one of these.

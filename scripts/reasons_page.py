@@ -179,6 +179,11 @@ EXCEPTIONS: Mapping[type[errors.AwexDeltaError], Advice] = {
         cause="A wait ended: the message names the phase and the ranks that did not reach it.",
         remedy="Start the lost rank again, then as `UpdateError`: all ranks meet in a new group.",
     ),
+    errors.ChainError: Advice(
+        cause="By a reader of a folder (`weight_update_transport: disk`): the version is not there, or a "
+        "link to it is missing, damaged or of another run.",
+        remedy="Wait for the next anchor and call again; `awex-delta inspect` shows the chain.",
+    ),
 }
 
 _INTRODUCTION = """\

@@ -73,6 +73,20 @@ def verify(context: typer.Context) -> None:
     _run("verify", context)
 
 
+@app.command(context_settings=_FORWARD, help="Keep a local HF checkpoint at the newest version of a folder.")
+def pull(context: typer.Context) -> None:
+    """Pull versions."""
+    _run("pull", context)
+
+
+@app.command(
+    context_settings=_FORWARD, help="Print the chain of versions in a folder, and whether it is whole."
+)
+def inspect(context: typer.Context) -> None:
+    """Inspect a folder."""
+    _run("inspect", context)
+
+
 def _run(name: str, context: typer.Context) -> None:
     """Hand the remaining arguments to the subcommand."""
     module = importlib.import_module(f"awex_delta.cli.{name}")

@@ -187,7 +187,10 @@ def test_the_protocol_page_names_the_settings_that_must_be_equal() -> None:
     text = (ROOT / "docs" / "en" / "protocol.md").read_text(encoding="utf-8")
     sentence = re.search(r"settings that must be equal:(.*?)\.", text, re.DOTALL)
     assert sentence is not None
-    local = {"accumulate", "method", "release_grad_buffers", "timeout_seconds", "connect_timeout_seconds"}
+    local = {
+        *("accumulate", "method", "release_grad_buffers"),
+        *("timeout_seconds", "connect_timeout_seconds", "read_workers"),
+    }
     shared = set(awex_delta.DeltaSettings.__slots__) - local
     assert set(re.findall(r"`(\w+)`", sentence[1])) == shared
 

@@ -35,7 +35,16 @@ PACKAGE_SOURCES = package_sources()
 ALL_SOURCES = sources(PACKAGE, "benchmarks", "examples", "scripts", "tests")
 
 # Every public function here runs on some rank of a group: it says which collectives it enters, if any.
-RUNS_ON_RANKS = ("comm", "session", "sender", "receiver", "trainers.megatron", "trainers.torch_adamw")
+RUNS_ON_RANKS = (
+    "comm",
+    "session",
+    "sender",
+    "receiver",
+    "trainers.megatron",
+    "trainers.torch_adamw",
+    "transports.disk.reader",
+    "transports.disk.writer",
+)
 
 # A comment gives a reason that stands alone. These point at something that a reader does not have.
 POINTERS_ELSEWHERE = {

@@ -16,6 +16,7 @@ from tests.contract.sources import PACKAGE, ROOT, Source, package_sources
 
 PUBLIC_NAMES = {
     "__version__",
+    *("attach_megatron_disk", "attach_transformers_disk", "DiskReader", "DiskWriter"),
     *("attach_megatron", "attach_transformers", "Sender", "Receiver", "Rendezvous", "host_store"),
     *("RunLog", "read_run"),
     *("Targets", "TargetsUpdate"),

@@ -76,3 +76,17 @@ def make() -> Iterator[Callable[..., Pairing]]:
     yield build
     for pairing in built:
         pairing.close()
+
+
+@pytest.fixture
+def build() -> Iterator[Callable[..., Any]]:
+    """Build anything that has to be closed when the test ends: `build(Kind, ...)`."""
+    built: list[Any] = []
+
+    def construct(kind: type[Any], *args: Any, **options: Any) -> Any:
+        built.append(kind(*args, **options))
+        return built[-1]
+
+    yield construct
+    for one in built:
+        one.close()

@@ -305,6 +305,10 @@ def test_the_policy_any_admits_other_sums() -> None:
             {"weight_update_delta_accumulate": "yes"},
             ["weight_update_delta_accumulate = 'yes'", "valid boolean", "one byte of memory"],
         ),
+        ({"weight_update_transport": "nfs"}, ["weight_update_transport = 'nfs'", "'p2p' or 'disk'"]),
+        ({"weight_update_disk_kind": "half"}, ["weight_update_disk_kind = 'half'", "'delta' or 'full'"]),
+        ({"weight_update_keep_anchors": 0}, ["weight_update_keep_anchors = 0", "greater than or equal to 1"]),
+        ({"weight_update_read_workers": 0}, ["weight_update_read_workers = 0", "greater than or equal to 1"]),
         ({"use_lora": 1}, ["use_lora = 1", "valid boolean"]),
         ({"backend": 8}, ["backend = 8", "valid string", "megatron:d2p1t4"]),
         ({"version": 2}, ["version = 2", "valid string", "Deltas need `v2`"]),
@@ -348,6 +352,51 @@ def test_keywords_are_refused_as_loaded_data_is() -> None:
 def test_every_encoding_in_the_settings_exists() -> None:
     for name in get_args(DeltaEncoding):
         assert [codec.name for codec in codecs_for(name)] == ([*CODECS] if name == "auto" else [name])
+
+
+# --- updates through a folder -------------------------------------------------------------------------------
+
+DISK = {"weight_update_transport": "disk", "weight_update_disk_url": "memory://run"}
+
+
+def test_a_folder_is_resolved_and_read_back_by_workers() -> None:
+    changes = {
+        "weight_update_keep_anchors": 5,
+        "weight_update_read_workers": 9,
+        "weight_update_disk_kind": "full",
+    }
+    resolved = resolve(train_config(**DISK, **changes), rollout_config())
+    settings = resolved.settings
+    assert (settings.transport, settings.disk_url, settings.disk_kind) == ("disk", "memory://run", "full")
+    assert (settings.keep_anchors, settings.read_workers) == (5, 9)
+    assert settings_from_environment(worker_environment(resolved)) == settings
+
+
+def test_through_a_folder_any_number_of_ranks_will_do() -> None:
+    with pytest.raises(ConfigError, match="= 5: not a power of two"):
+        resolve(train_config(), rollout_config(backend="vllm:d1"))
+    assert resolve(train_config(**DISK), rollout_config(backend="vllm:d1")).settings.transport == "disk"
+
+
+@pytest.mark.parametrize(
+    ("changes", "field", "remedy"),
+    [
+        ({"weight_update_transport": "disk"}, "weight_update_disk_url = ''", "s3://bucket/run"),
+        (
+            {**DISK, "weight_update_release_grad_buffers": True},
+            "weight_update_release_grad_buffers = True",
+            "weight_update_release_grad_buffers: false",
+        ),
+        ({"weight_update_disk_url": "/shared"}, "weight_update_disk_url = '/shared'", "transport: disk"),
+        ({"weight_update_disk_kind": "full"}, "weight_update_disk_kind = 'full'", "transport: disk"),
+    ],
+)
+def test_settings_of_the_other_transport_are_refused(
+    changes: dict[str, Any], field: str, remedy: str
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"train.{field}")) as caught:
+        resolve(train_config(**changes), rollout_config())
+    assert remedy in str(caught.value)
 
 
 # --- the environment of workers -----------------------------------------------------------------------------
@@ -453,6 +502,8 @@ def test_an_empty_environment_means_off() -> None:
         ({"DTE_VERIFY_INTERVAL": "-2"}, ["DTE_VERIFY_INTERVAL is '-2'", "whole number"]),
         ({"DTE_TIMEOUT_SECONDS": "nan"}, ["DTE_TIMEOUT_SECONDS is 'nan'", "positive number"]),
         ({"DTE_TIMEOUT_SECONDS": "soon"}, ["DTE_TIMEOUT_SECONDS is 'soon'"]),
+        ({"DTE_TRANSPORT": "nfs"}, ["DTE_TRANSPORT is 'nfs'", "one of p2p, disk"]),
+        ({"DTE_KEEP_ANCHORS": "few"}, ["DTE_KEEP_ANCHORS is 'few'", "whole number"]),
         ({"DTE_CONNECT_TIMEOUT_SECONDS": "0"}, ["DTE_CONNECT_TIMEOUT_SECONDS is '0'"]),
         ({"DTE_DELTA_TRANFER": "1"}, ["DTE_DELTA_TRANFER is not known", "rename it to DTE_DELTA_TRANSFER"]),
         ({"dte_delta_transfer": "1"}, ["dte_delta_transfer is not known"]),

@@ -42,8 +42,8 @@ def test_an_address_of_another_machine_and_a_taken_port_are_refused() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"num_engine_ranks": 0, "num_trainer_ranks": 1, "port": 1}, "num_engine_ranks=0"),
-        ({"num_engine_ranks": 1, "num_trainer_ranks": 0, "port": 1}, "num_trainer_ranks=0"),
+        ({"num_engine_ranks": 0, "num_trainer_ranks": 0, "port": 1}, "num_engine_ranks=0"),
+        ({"num_engine_ranks": 1, "num_trainer_ranks": -1, "port": 1}, "num_trainer_ranks=-1"),
         ({"num_engine_ranks": 1, "num_trainer_ranks": 1}, "port=0"),
         ({"num_engine_ranks": 1, "num_trainer_ranks": 1, "port": 70000}, "port=70000"),
     ],
@@ -51,6 +51,16 @@ def test_an_address_of_another_machine_and_a_taken_port_are_refused() -> None:
 def test_a_rendezvous_that_cannot_work_is_refused(fields: dict[str, int], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Rendezvous(**fields)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("engines", "trainers", "field"), [(0, 1, "num_engine_ranks"), (1, 0, "num_trainer_ranks")]
+)
+def test_updates_between_ranks_need_both_sides(engines: int, trainers: int, field: str) -> None:
+    rendezvous = Rendezvous(num_engine_ranks=engines, num_trainer_ranks=trainers, port=1)
+    with pytest.raises(ConfigError, match=f"{field}=0: each side needs at least one rank"):
+        rendezvous.require_both_sides()
+    assert Rendezvous.alone().world_size == 1
 
 
 def test_errors_of_torch_are_cut_to_what_they_say() -> None:

@@ -4,11 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from awex_delta.errors import WireError
 from awex_delta.transports.disk.folder import INDEX, Folder, version_name
 from awex_delta.transports.disk.manifest import Manifest, parse_manifest
 from awex_delta.verdict import Kind
+
+
+class Held(Protocol):
+    """What somebody holds exactly: a manifest, or what was kept of one."""
+
+    @property
+    def id(self) -> str:
+        """Of the write."""
+
+    @property
+    def run_id(self) -> str:
+        """Of its trainer."""
+
+    @property
+    def version(self) -> int:
+        """Its number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +66,7 @@ class Catalogue:
 
 def find_chain(
     catalogue: Catalogue,
-    held: Manifest | None,
+    held: Held | None,
     *,
     target: int | None = None,
     refused: Collection[str] = (),
@@ -65,7 +82,7 @@ def find_chain(
     Raises:
         OSError: the folder cannot be read.
     """
-    problems: list[str] = []
+    problems = [] if catalogue.versions else ["there is no version in the folder"]
     candidates = [target] if target is not None else sorted(catalogue.versions, reverse=True)
     for version in candidates:
         tip = catalogue.get(version)
@@ -82,14 +99,14 @@ def find_chain(
     return Chain(problems=tuple(problems), reachable=target is None and held is not None)
 
 
-def _is_older(tip: Manifest | str, held: Manifest) -> bool:
+def _is_older(tip: Manifest | str, held: Held) -> bool:
     return isinstance(tip, Manifest) and tip.run_id == held.run_id and tip.version < held.version
 
 
 def _walk(
     get: Callable[[int], Manifest | str | None],
     tip: Manifest | str,
-    held: Manifest | None,
+    held: Held | None,
     refused: Collection[str],
 ) -> tuple[Manifest, ...] | str:
     """Back from `tip` to a full version or to what is held; or the broken link on that way."""

@@ -7,7 +7,7 @@ import os
 import re
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -23,6 +23,7 @@ Step = Callable[[str], None]
 """Called as a step of writing begins, such as `rename FILE`."""
 
 _LEASES = "leases"
+_PIECE_BYTES = 1 << 26
 _VERSION = re.compile(r"weight_v(\d{6,})")
 # These show an object when its upload is complete; the others show what was written so far.
 _WHOLE_OBJECTS = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss"})
@@ -94,6 +95,11 @@ class Folder:
     def read(self, name: str, start: int | None = None, stop: int | None = None) -> bytes:
         """The bytes [start, stop) of a file, or all. Raises FileNotFoundError where there is none."""
         return bytes(self._fs.cat_file(self._path(name), start=start, end=stop))
+
+    def read_file(self, name: str, size: int) -> Iterator[bytes]:
+        """All bytes of a file of a known size, piece by piece."""
+        for start in range(0, size, _PIECE_BYTES):
+            yield self.read(name, start, min(start + _PIECE_BYTES, size))
 
     def exists(self, name: str) -> bool:
         """True where there is a file `name`."""

@@ -90,7 +90,8 @@ class Manifest(_Entry):
     reason: name of the `Reason` why the version is full; NONE for a delta.
     changed, owned: elements that the trainers found changed, of those that they own.
     tied: HF names that are stored under another name.
-    digest: 64-bit content digest of the whole model, by HF name; empty where none was taken.
+    digest: by HF name, 64-bit content digest of what an engine holds afterwards (`content`), of all
+        elements or of those that the version writes (scope); empty where none was taken.
     """
 
     format: Literal[1] = FORMAT
@@ -107,12 +108,19 @@ class Manifest(_Entry):
     tied: dict[str, str] = {}
     files: tuple[FileEntry, ...]
     tensors: tuple[TensorEntry, ...]
-    digest: dict[str, str] = {}
+    scope: Literal["off", "touched", "full"] = "off"
+    digest: dict[str, Checksum] = {}
 
     @property
     def size(self) -> int:
         """Bytes of all files but the manifest."""
         return sum(file.size for file in self.files)
+
+    @property
+    def extra_files(self) -> tuple[FileEntry, ...]:
+        """Files that hold no tensors, such as config.json."""
+        with_tensors = {entry.file for entry in self.tensors}
+        return tuple(file for file in self.files if file.name not in with_tensors)
 
     @property
     def label(self) -> str:

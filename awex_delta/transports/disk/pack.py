@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +11,7 @@ import torch
 
 from awex_delta.plan.regions import Region
 from awex_delta.plan.specs import dtype_name
-from awex_delta.routes import Frames
-from awex_delta.transports.disk.layout import FOLDER_SEAT, WholeTensor
+from awex_delta.transports.disk.layout import WholeTensor
 from awex_delta.transports.disk.manifest import WHOLE, FileEntry, TensorEntry, checksum
 from awex_delta.wire.codec import Codec, RegionChange, as_bytes
 
@@ -59,28 +58,21 @@ def whole_item(whole: WholeTensor, value: torch.Tensor) -> Item:
 
 
 def delta_items(
-    frames: Frames,
-    regions: Callable[[torch.dtype], Sequence[Region]],
-    shapes: Mapping[str, tuple[int, ...]],
-    codec: Codec,
+    found: Iterable[tuple[Region, RegionChange]], shapes: Mapping[str, tuple[int, ...]], codec: Codec
 ) -> list[Item]:
     """What this rank found changed, one tensor of bytes a region; regions without changes are left out.
 
     Args:
-        frames: from the router, for the folder's seat.
-        regions: this rank's regions by wire dtype, in the order of `frames`.
+        found: this rank's regions and their changes.
         shapes: HF name -> shape of the whole tensor.
         codec: packs the sparse regions.
 
     Collective: no.
     """
     items: list[Item] = []
-    for (receiver, dtype), changes in frames.items():
-        if receiver != FOLDER_SEAT:
-            continue
-        for region, change in zip(regions(dtype), changes, strict=True):
-            if change.value.numel():
-                items.append(_delta_item(region, change, shapes[region.name], codec, len(items)))
+    for region, change in found:
+        if change.value.numel():
+            items.append(_delta_item(region, change, shapes[region.name], codec, len(items)))
     return items
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -110,6 +111,16 @@ class Peers:
         if {one.phase for one in words} != {word.phase}:
             raise LockstepError(f"ranks of this engine are in phases {[one.phase for one in words]}")
         return words
+
+    def exchange(self, value: Any, *, phase: str) -> list[Any]:
+        """Give any JSON value to all ranks and get theirs, by rank.
+
+        Raises:
+            PeerError: a rank did not answer.
+
+        Collective: yes, over the engine's ranks.
+        """
+        return [value] if self._comm is None else self._comm.gather_json(value, phase=phase)
 
     def close(self) -> None:
         """Leave. Collective: no."""

@@ -22,8 +22,9 @@ from awex_delta.errors import ConnectError, PeerError
 from awex_delta.rendezvous import Rendezvous
 from awex_delta.store import BoundedStore
 from awex_delta.transports.disk.chain import Catalogue, expired
+from awex_delta.transports.disk.content import added
 from awex_delta.transports.disk.folder import INDEX, Folder, Step, version_name
-from awex_delta.transports.disk.manifest import FileEntry, Manifest, TensorEntry, dump_manifest
+from awex_delta.transports.disk.manifest import FileEntry, Manifest, TensorEntry, checksum, dump_manifest
 from awex_delta.transports.disk.pack import PackedFile
 from awex_delta.verdict import Kind
 
@@ -37,6 +38,7 @@ class Job:
 
     token: of this attempt, the same on all ranks.
     packed: this rank's file; None when it has nothing to store.
+    digest: this rank's part of the content digests.
     facts: fields of the manifest that all ranks agreed on.
     extra: small files that lie beside the weights of a full version, such as config.json; of rank 0.
     """
@@ -46,6 +48,7 @@ class Job:
     kind: Kind
     packed: PackedFile | None
     facts: Mapping[str, Any]
+    digest: Mapping[str, str] = field(default_factory=dict)
     extra: Mapping[str, bytes] = field(default_factory=dict)
 
 
@@ -133,7 +136,7 @@ class Publisher:
 
         Collective: yes, over the trainer ranks.
         """
-        part: dict[str, Any] = {"failure": "", "files": [], "tensors": []}
+        part: dict[str, Any] = {"failure": "", "files": [], "tensors": [], "digest": dict(job.digest)}
         try:
             if job.packed is not None:
                 self._write(job, job.packed)
@@ -176,9 +179,9 @@ class Publisher:
         folder = version_name(job.version)
         if job.kind is Kind.FULL:
             self._withdraw_from(job.version)
-        for name, content in job.extra.items() if job.kind is Kind.FULL else ():
+        for name, content in job.extra.items():
             self._folder.put(f"{folder}/{name}", [content], self._step)
-        known = {file.name for file in manifest.files} | job.extra.keys()
+        known = {file.name for file in manifest.files}
         for name in self._folder.names(folder):
             if name not in known:  # of a writer that died here
                 self._folder.remove(f"{folder}/{name}")
@@ -198,8 +201,9 @@ class Publisher:
             kind=job.kind,
             base_id=base.id if base else None,
             created=time.time(),
-            files=tuple(FileEntry(**file) for part in parts for file in part["files"]),
+            files=(*(FileEntry(**file) for part in parts for file in part["files"]), *_extra_files(job)),
             tensors=tuple(TensorEntry(**entry) for part in parts for entry in part["tensors"]),
+            digest=added(part["digest"] for part in parts),
             **facts,
         )
 
@@ -239,6 +243,10 @@ class Publisher:
                 folder.remove_version(old)
         except OSError as error:
             _log.warning("old versions could not be removed, the next one tries again: %s", error)
+
+
+def _extra_files(job: Job) -> list[FileEntry]:
+    return [FileEntry(name=n, size=len(c), xxh3=checksum([c])) for n, c in job.extra.items()]
 
 
 class Writing:

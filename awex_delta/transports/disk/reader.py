@@ -3,25 +3,35 @@
 from __future__ import annotations
 
 import logging
-import threading
-import time
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from awex_delta.errors import AwexDeltaError, ChainError, UpdateAborted, UpdateError, WireError
+from awex_delta.errors import (
+    AwexDeltaError,
+    ChainError,
+    UpdateAborted,
+    UpdateError,
+    VerificationError,
+    WireError,
+)
 from awex_delta.plan.ledger import EngineLedger, check_version
 from awex_delta.rendezvous import Rendezvous
 from awex_delta.session import Stopwatch
 from awex_delta.transports.disk.apply import Staged, stage, write
 from awex_delta.transports.disk.chain import Catalogue, Chain, find_chain
+from awex_delta.transports.disk.content import PartSum, differing, dump_sums, load_sums, sums_of
 from awex_delta.transports.disk.folder import Folder
+from awex_delta.transports.disk.lease import Lease, leased_chain
 from awex_delta.transports.disk.manifest import Manifest
 from awex_delta.transports.disk.peers import Peers, Word
 from awex_delta.types import DeltaSettings, EngineView, UpdateStats
 from awex_delta.verdict import Reason, Verdict
 
 logger = logging.getLogger(__name__)
+
+_MAX_NAMED = 8  # tensors that an error names
 
 
 class DiskReader:
@@ -66,12 +76,14 @@ class DiskReader:
         self._engine = engine
         self._peers = Peers(rendezvous, engine_rank, settings)
         self._folder = Folder(settings.disk_url, options)
-        self._lease = _Lease(self._folder, f"{engine}-{engine_rank}-{uuid.uuid4().hex[:8]}", settings)
+        holder = f"{engine}-{engine_rank}-{uuid.uuid4().hex[:8]}"
+        self._lease = Lease(self._folder, holder, settings.timeout_seconds)
         self._on_phase = on_phase or (lambda phase: None)
         self._ledger = EngineLedger()
         self._held: Manifest | None = None  # what the weights are exactly
         self._served = ""  # id of what all ranks of the engine agreed to hold
         self._bytes_read = self._num_written = 0
+        self._sums: dict[str, list[PartSum]] = {}  # by version just written, what this rank holds
 
     @property
     def version(self) -> int | None:
@@ -114,6 +126,8 @@ class DiskReader:
             ConfigError: `version` is not an int of at least 0.
             ChainError: no chain of whole versions of one run leads to the version, or to any. The weights
                 are a version as before, and `ready` tells whether they may be served.
+            VerificationError: the weights are not what the trainer had; nothing is served until a full
+                version was read.
             UpdateError: a rank of this engine failed. Where a write had begun, nothing is served until a
                 full version was read.
 
@@ -123,6 +137,7 @@ class DiskReader:
             check_version(version)
         watch = Stopwatch()
         self._bytes_read = self._num_written = 0
+        self._sums.clear()
         refused: set[str] = set()
         with self._peers.in_step("read"):
             try:
@@ -144,6 +159,7 @@ class DiskReader:
             total_wire_bytes=tip.size,
             total_changed=tip.changed,
             total_owned=tip.owned,
+            verified=tip.scope if tip.digest else "off",
             seconds=watch.seconds,
         )
 
@@ -162,7 +178,7 @@ class DiskReader:
             failure = f"the folder {self._folder.url} cannot be read: {type(error).__name__}: {error}"
         if tip is None or not chain.reachable:
             tip = None
-            failure = failure or "; ".join(chain.problems) or "there is no version in the folder"
+            failure = failure or "; ".join(chain.problems)
         elif chain.problems:
             logger.warning(
                 "engine %s: newer versions cannot be used: %s", self._engine, "; ".join(chain.problems)
@@ -190,7 +206,7 @@ class DiskReader:
         staged: list[Staged] = []
         word = Word(phase="stage")
         try:
-            links = self._leased_links(tip, refused)
+            links = self._links(tip, refused)
             staged = self._stage(links[0]) if links else []
         except Exception as error:  # noqa: BLE001 - the phase boundary: every rank must learn of it
             word = self._blame("stage", links[0] if links else tip, error)
@@ -203,19 +219,41 @@ class DiskReader:
                 self._write(link, staged if place == 0 else self._stage(link))
         except Exception as error:  # noqa: BLE001 - the phase boundary: every rank must learn of it
             word = self._blame("apply", link, error)
-        return self._conclude(word)
+        return self._conclude(word) or self._compare(links)
 
-    def _leased_links(self, tip: Manifest, refused: Collection[str]) -> Sequence[Manifest]:
+    def _compare(self, links: Sequence[Manifest]) -> set[str]:
+        """Do all ranks hold the trainers' contents? Of every version that all of them have just written.
+
+        Raises VerificationError: on every rank alike; nothing is served until a full version was read.
+        """
+        sums = {link.id: dump_sums(self._sums[link.id]) for link in links if link.id in self._sums}
+        wrong: dict[str, list[str]] = {}
+        ranks = self._peers.exchange(sums, phase="verify")
+        for link in links:
+            held = [load_sums(rank[link.id]) for rank in ranks if link.id in rank]
+            wrong |= {link.label: names} if (names := differing(link, held)) else {}
+        self._sums.clear()
+        word = Word(phase="compare", fatal=bool(wrong))
+        if wrong:
+            self._ledger, self._held = self._ledger.touch(), None
+            names = [f"{', '.join(n[:_MAX_NAMED])} ({len(n)}) after {label}" for label, n in wrong.items()]
+            word = replace(
+                word, failure="the engine holds other contents than the trainer had: " + "; ".join(names)
+            )
+        failed = [one.failure for one in self._peers.tell(word) if one.failure]
+        if failed:
+            self._ledger, self._held = self._ledger.touch(), None
+            raise VerificationError(f"engine {self._engine}: {failed[0]}")
+        return set()
+
+    def _links(self, tip: Manifest, refused: Collection[str]) -> Sequence[Manifest]:
         """What to apply. From here on, none of it is removed."""
         if self._held is not None and tip.id == self._held.id:
             return ()
-        while True:
-            chain = find_chain(Catalogue(self._folder), self._held, target=tip.version, refused=refused)
-            if not chain.reachable or not chain.links or chain.links[-1].id != tip.id:
-                raise FileNotFoundError("; ".join(chain.problems) or f"{tip.label} was replaced")
-            if self._lease.covers(chain.links[0].version):
-                return chain.links
-            self._lease.begin(chain.links[0].version)  # then look again: it may be gone by now
+        chain = leased_chain(self._folder, self._lease, self._held, target=tip.version, refused=refused)
+        if not chain.links or chain.links[-1].id != tip.id:
+            raise FileNotFoundError("; ".join(chain.problems) or f"{tip.label} was replaced")
+        return chain.links
 
     def _stage(self, link: Manifest) -> list[Staged]:
         self._on_phase("stage")
@@ -237,6 +275,7 @@ class DiskReader:
         self._on_phase("apply")
         self._num_written += write(staged)
         self._view.synchronize()
+        self._sums[link.id] = sums_of(link, self._view.tensors(), staged)
         self._ledger, self._held = self._ledger.commit(link.run_id, link.version), link
 
     def _blame(self, phase: str, link: Manifest, error: Exception) -> Word:
@@ -267,48 +306,3 @@ class DiskReader:
             self._ledger, self._held = self._ledger.touch(), None  # caches may be stale
             raise
         self._served = tip.id
-
-
-class _Lease:
-    """What keeps the versions that this rank reads from being removed."""
-
-    def __init__(self, folder: Folder, holder: str, settings: DeltaSettings) -> None:
-        self._folder = folder
-        self._holder = holder
-        self._seconds = settings.timeout_seconds
-        self._oldest: int | None = None
-        self._renewed = 0.0
-        self._lock = threading.Lock()
-
-    def covers(self, version: int) -> bool:
-        """True while nothing from `version` on is removed."""
-        return self._oldest is not None and self._oldest <= version
-
-    def begin(self, oldest: int) -> None:
-        """Keep everything from `oldest` on."""
-        self._oldest = oldest
-        self._put()
-
-    def renew(self) -> None:
-        """Keep it for longer, where a good part of the time is over."""
-        with self._lock:
-            if self._oldest is not None and time.monotonic() - self._renewed > self._seconds / 4:
-                self._put()
-
-    def end(self) -> None:
-        """Keep nothing."""
-        if self._oldest is not None:
-            self._oldest = None
-            try:
-                self._folder.release(self._holder)
-            except OSError as error:
-                logger.warning("a lease was not removed, it ends by itself: %s", error)
-
-    def _put(self) -> None:
-        self._renewed = time.monotonic()
-        try:
-            self._folder.lease(self._holder, self._oldest or 0, self._seconds)
-        except OSError as error:  # a folder that one may only read
-            logger.warning(
-                "no lease on %s, old versions may go while they are read: %s", self._folder.url, error
-            )

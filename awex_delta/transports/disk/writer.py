@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from awex_delta.comm import Comm
-from awex_delta.errors import UpdateAborted
+from awex_delta.errors import LockstepError, UpdateAborted
 from awex_delta.plan.agreement import Decision, Proposal
 from awex_delta.plan.ledger import TrainerLedger, check_version
 from awex_delta.plan.specs import TrainerSpec
@@ -18,6 +18,7 @@ from awex_delta.rendezvous import Rendezvous
 from awex_delta.routes import Route, Router, find_routes, param_specs
 from awex_delta.session import Session, Stopwatch
 from awex_delta.transports.disk.collect import Taken, bring_together, take_weights
+from awex_delta.transports.disk.content import Digests, of_changes, of_items, to_text
 from awex_delta.transports.disk.folder import Folder, Step, ignore_step
 from awex_delta.transports.disk.layout import (
     FOLDER_SEAT,
@@ -30,6 +31,7 @@ from awex_delta.transports.disk.pack import PackedFile, delta_items, file_name, 
 from awex_delta.transports.disk.publish import Job, Publisher, Ranks, Writing
 from awex_delta.types import DeltaSettings, Detection, TrainerView, UpdateStats
 from awex_delta.verdict import Kind, Reason
+from awex_delta.verify import Scope, scope_of
 from awex_delta.wire.choice import cheapest
 
 logger = logging.getLogger(__name__)
@@ -210,6 +212,12 @@ class DiskWriter:
         self._shares_whole = any(p.owners and not all(o.sparse for o in p.outputs) for p in params)
 
     @property
+    def _bound_router(self) -> Router:
+        if self._router is None:
+            raise LockstepError("nothing can be packed before the ranks have met")
+        return self._router
+
+    @property
     def _plan_seat(self) -> int:
         return FOLDER_SEAT + 1 + self._rank
 
@@ -255,17 +263,19 @@ class DiskWriter:
         kind, failure = decision.verdict.kind, ""
         if kind is Kind.FULL or self._shares_whole:
             _, failure = self._session.attempt(None, self._view.gather_params)
+        scope = scope_of(self._settings, decision)
         if kind is Kind.DELTA:
-            packed, here = self._session.attempt("encode", lambda: self._pack_delta(detection))
+            packed, here = self._session.attempt("encode", lambda: self._pack_delta(detection, scope))
         else:
             detection = Detection()
             taken, here = self._session.attempt("prepare", self._take_weights)
             self._session.agree("prepare", failure or here)
-            packed, here = self._session.attempt("encode", lambda: self._pack_full(taken or {}))
+            packed, here = self._session.attempt("encode", lambda: self._pack_full(taken or {}, scope))
+        file, digests = packed or (None, {})
         mine = {
             "token": random.getrandbits(62),  # rank 0's names this attempt
-            "bytes": packed.file.size if packed else 0,
-            "elements": sum(entry.count for entry in packed.entries) if packed else 0,
+            "bytes": file.file.size if file else 0,
+            "elements": sum(entry.count for entry in file.entries) if file else 0,
             "changed": detection.num_changed,
             "owned": detection.num_owned,
         }
@@ -283,44 +293,52 @@ class DiskWriter:
             total_changed=total["changed"],
             total_owned=total["owned"],
             full_bytes=self._session.plan.full_bytes,
+            verified=scope.value,
             seconds=watch.seconds,
         )
-        return stats, self._job(decision, packed, stats, f"{facts[0]['token']:x}")
-
-    def _job(self, decision: Decision, packed: PackedFile | None, stats: UpdateStats, token: str) -> Job:
-        is_delta = decision.verdict.kind is Kind.DELTA
-        facts = {
-            "run_id": decision.run_id,
-            "base_version": decision.base if is_delta else None,
-            "reason": decision.verdict.reason.name,
-            "changed": stats.total_changed,
-            "owned": stats.total_owned,
-            "tied": tied_names(self._session.world),
-        }
-        return Job(
-            token=token,
+        is_delta = kind is Kind.DELTA
+        job = Job(
+            token=f"{facts[0]['token']:x}",
             version=decision.version,
-            kind=decision.verdict.kind,
-            packed=packed,
-            facts=facts,
-            extra=self._extra if self._rank == 0 else {},
+            kind=kind,
+            packed=file,
+            digest=to_text(digests),
+            facts={
+                "run_id": decision.run_id,
+                "base_version": decision.base if is_delta else None,
+                "reason": decision.verdict.reason.name,
+                "changed": total["changed"],
+                "owned": total["owned"],
+                "tied": tied_names(self._session.world),
+                "scope": scope.value,
+            },
+            extra=self._extra if self._rank == 0 and not is_delta else {},
         )
+        return stats, job
 
-    def _pack_delta(self, detection: Detection) -> PackedFile | None:
+    def _pack_delta(self, detection: Detection, scope: Scope) -> tuple[PackedFile | None, Digests]:
         share = detection.num_changed / detection.num_owned if detection.num_owned else 0.0
         codec = cheapest(self._session.codecs, share, None)
-        frames = self._router.frames(detection, codec) if self._router else {}
-        plan, seat = self._session.plan, self._plan_seat
+        router, seat = self._bound_router, self._plan_seat
         shapes = {whole.name: whole.shape for whole in self._wholes}
-        items = delta_items(frames, lambda dtype: plan.between(seat, FOLDER_SEAT, dtype), shapes, codec)
-        return pack_file(self._file_name("delta"), items) if items else None
+        stored = [
+            pair
+            for (receiver, dtype), changes in router.frames(detection, codec).items()
+            for pair in zip(self._session.plan.between(seat, receiver, dtype), changes, strict=True)
+        ]
+        items = delta_items(stored, shapes, codec)
+        packed = pack_file(self._file_name("delta"), items) if items else None
+        if scope is Scope.OFF:
+            return packed, {}
+        return packed, of_changes(router.owned() if scope is Scope.FULL else stored, shapes)
 
     def _take_weights(self) -> Taken:
         return take_weights(self._view, self._routes, self._wholes, self._rank)
 
-    def _pack_full(self, taken: Taken) -> PackedFile | None:
+    def _pack_full(self, taken: Taken, scope: Scope) -> tuple[PackedFile | None, Digests]:
         items = bring_together(self._comm, taken, self._wholes, self._rank)
-        return pack_file(self._file_name("model"), items) if items else None
+        digests = {} if scope is Scope.OFF else of_items(items)
+        return (pack_file(self._file_name("model"), items) if items else None), digests
 
     def _file_name(self, stem: str) -> str:
         return file_name(stem, self._rank, self._comm.rendezvous.num_trainer_ranks)

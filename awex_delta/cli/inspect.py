@@ -1,0 +1,81 @@
+"""`awex-delta inspect`: the chain of versions in a folder."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from awex_delta.errors import AwexDeltaError
+from awex_delta.transports.disk.folder import Folder
+from awex_delta.transports.disk.survey import Survey, VersionState, survey
+
+app = typer.Typer(add_completion=False)
+
+_FILE_WIDTH = 160
+
+
+@app.command()
+def inspect(
+    directory: Annotated[str, typer.Argument(help="The folder of versions: a path, or a URL such as s3://…")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    verify: Annotated[bool, typer.Option(help="Read every byte and compare checksums.")] = True,
+    workers: Annotated[int, typer.Option(help="Files read at once.", min=1)] = 4,
+) -> None:
+    """Print every version of a folder: kind, size, density, whether it is whole, and where the chain breaks.
+
+    Args:
+        directory: the folder of versions.
+        as_json: print JSON.
+        verify: read every byte.
+        workers: files read at once.
+
+    Raises:
+        typer.Exit: with 1 where something is wrong, 2 where the folder cannot be read.
+    """
+    try:
+        found = survey(Folder(directory), verify=verify, workers=workers)
+    except (AwexDeltaError, OSError) as error:
+        typer.echo(f"{type(error).__name__}: {error}", err=True)
+        raise typer.Exit(2) from error
+    if as_json:
+        versions = [{**asdict(state), "density": state.density} for state in found.versions]
+        typer.echo(json.dumps({**asdict(found), "versions": versions, "problems": found.problems}, indent=1))
+    else:
+        _show(found)
+    if found.problems:
+        raise typer.Exit(1)
+
+
+def _show(found: Survey) -> None:
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=_FILE_WIDTH)
+    table = Table(
+        "version", "kind", "base", "state", "reachable", "bytes", "density", "tensors", "run", "encoding"
+    )
+    for state in found.versions:
+        table.add_row(*_row(state))
+    console.print(table)
+    for problem in found.problems:
+        console.print(problem, style="red", highlight=False)
+    console.print(f"newest version {found.newest}, newest that an engine can reach {found.reachable}")
+
+
+def _row(state: VersionState) -> tuple[str, ...]:
+    return (
+        str(state.version),
+        state.kind or "-",
+        "-" if state.base is None else str(state.base),
+        state.state,
+        "yes" if state.reachable else "no",
+        f"{state.size:,}",
+        f"{state.density:.4%}" if state.owned else "-",
+        str(state.num_tensors),
+        state.run_id[:8] or "-",
+        " ".join(state.encodings) or "-",
+    )

@@ -1,0 +1,81 @@
+"""`awex-delta pull`: keep a local HF checkpoint at the newest version of a folder."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+from awex_delta.errors import AwexDeltaError
+from awex_delta.transports.disk import pull as pulling
+from awex_delta.transports.disk.folder import Folder
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
+def pull(
+    source: Annotated[str, typer.Argument(help="The folder of versions: a path, or a URL such as s3://…")],
+    local_checkpoint: Annotated[Path, typer.Argument(help="The HF checkpoint to bring up to date.")],
+    follow: Annotated[bool, typer.Option("--follow", help="Go on with every new version.")] = False,
+    version: Annotated[int | None, typer.Option(help="Stop at this version, not at the newest.")] = None,
+    interval: Annotated[
+        float, typer.Option(help="Seconds between two looks, with --follow.", min=0.01)
+    ] = 5.0,
+    workers: Annotated[int, typer.Option(help="Reads at once.", min=1)] = 4,
+) -> None:
+    """Bring a local HF checkpoint to the newest version of a folder, tensor by tensor, each one verified.
+
+    At any moment, also after a kill, the checkpoint loads as exactly one version.
+
+    Args:
+        source: the folder of versions.
+        local_checkpoint: the checkpoint.
+        follow: go on until interrupted.
+        version: stop at this one.
+        interval: seconds between two looks.
+        workers: reads at once.
+
+    Raises:
+        typer.Exit: with 1 where no version can be reached, or the checkpoint cannot be written.
+    """
+    console = Console(stderr=True)
+    try:
+        checkpoint = pulling.LocalCheckpoint(local_checkpoint, Folder(source), workers=workers)
+        _pull(checkpoint, version, console)
+    except (AwexDeltaError, OSError) as error:
+        console.print(f"[red]{type(error).__name__}[/red]: {error}", highlight=False)
+        if not follow:
+            raise typer.Exit(1) from error
+    while follow:
+        _pause(interval)
+        try:
+            _pull(checkpoint, version, console)
+        except (AwexDeltaError, OSError) as error:
+            console.print(f"[red]{type(error).__name__}[/red]: {error}", highlight=False)
+
+
+def _pause(seconds: float) -> None:
+    time.sleep(seconds)
+
+
+def _pull(checkpoint: pulling.LocalCheckpoint, version: int | None, console: Console) -> None:
+    """One pull with a bar."""
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("reading", total=None, visible=False)
+        done = checkpoint.pull(
+            version,
+            pulling.Progress(
+                begin=lambda total: bar.update(task, total=total, completed=0, visible=True),
+                advance=lambda num_bytes: bar.advance(task, num_bytes),
+            ),
+        )
+    for problem in done.problems:
+        console.print(f"[yellow]{problem}[/yellow]", highlight=False)
+    if done.links:
+        typer.echo(f"version {done.version}: {len(done.links)} applied, {done.bytes_read} bytes read")

@@ -1,0 +1,167 @@
+"""A writer, and a pull, killed by SIGKILL as each step of their work begins."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from awex_delta.rendezvous import Rendezvous
+from awex_delta.transports.disk.chain import Catalogue
+from awex_delta.transports.disk.folder import INDEX, Folder, Step, ignore_step, version_name
+from awex_delta.transports.disk.manifest import Manifest
+from awex_delta.transports.disk.publish import Job, Publisher, Ranks
+from awex_delta.transports.disk.pull import LocalCheckpoint
+from tests.ranks.disk import Engine, Trainers, Weights, files_below
+
+VERSIONS = 5
+FIRST_KILLED = 3
+
+
+@pytest.fixture(scope="module")
+def recorded() -> Iterator[tuple[Trainers, list[Job]]]:
+    """What a trainer would have written as versions F0 D1 F2 D3 F4, and its weights at each."""
+    trainers = Trainers("memory://recorded", num_trainers=1, anchor_interval=1)
+    writer, jobs = trainers.writers[0], list[Job]()
+    real = writer._publisher
+
+    class Recorder:
+        def publish(self, job: Job) -> str:
+            jobs.append(job)
+            return real.publish(job)
+
+    writer._publisher = Recorder()  # type: ignore[assignment]
+    trainers.write(*range(VERSIONS))
+    assert trainers.kinds == "FDFDF"
+    yield trainers, jobs
+    trainers.close()
+
+
+def publisher(path: Path, step: Step = ignore_step) -> Publisher:
+    """A writer of one rank that keeps one anchor."""
+    return Publisher(Folder(str(path)), Ranks(Rendezvous.alone(), 0, 5.0), 1, step)
+
+
+def run_and_die(work: Callable[[], object]) -> None:
+    """Run `work` in a child that kills itself; the child must not come to its end."""
+    child = os.fork()
+    if child == 0:
+        try:
+            work()
+        finally:
+            os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status)
+    assert os.WTERMSIG(status) == signal.SIGKILL
+
+
+def killer(fatal: int) -> Step:
+    """A step that kills the process as step number `fatal` begins."""
+    count = iter(range(1 << 20))
+
+    def step(_: str) -> None:
+        if next(count) == fatal:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return step
+
+
+def steps_of(work: Callable[[Step], object]) -> list[str]:
+    """The names of the steps that a whole run takes."""
+    names: list[str] = []
+    work(names.append)
+    return names
+
+
+def written_by(path: Path, jobs: list[Job], step: Step = ignore_step) -> Publisher:
+    """A folder with the versions before those that are killed."""
+    made = publisher(path, step)
+    for job in jobs[:FIRST_KILLED]:
+        assert made.publish(replace(job, packed=job.packed)) == ""
+    return made
+
+
+@pytest.mark.parametrize("version", [FIRST_KILLED, FIRST_KILLED + 1])
+def test_a_writer_killed_at_any_step_leaves_whole_versions_alone(
+    recorded: tuple[Trainers, list[Job]], tmp_path: Path, version: int
+) -> None:
+    trainers, jobs = recorded
+
+    def write(path: Path, step: Step) -> None:
+        made = written_by(path, jobs)
+        for job in jobs[FIRST_KILLED:version]:
+            assert made.publish(job) == ""
+        made._step = step
+        assert made.publish(jobs[version]) == ""
+
+    names = steps_of(lambda step: write(tmp_path / "whole", step))
+    kinds = [name.split()[0] for name in names]
+    assert kinds[:3] == ["write", "sync", "rename"]
+    assert kinds.count("rename") == 2  # its file, its manifest
+    assert ("retire" in kinds) is (version == FIRST_KILLED + 1)
+    for fatal, name in enumerate(names):
+        path = tmp_path / f"killed-{fatal}"
+        run_and_die(lambda path=path, fatal=fatal: write(path, killer(fatal)))  # type: ignore[misc]
+        exists = Catalogue(Folder(str(path))).get(version)
+        assert isinstance(exists, Manifest) is (
+            fatal > names.index(f"rename {version_name(version)}/{INDEX}")
+        ), name
+        engine = Engine(trainers, disk_url=str(path))
+        held = engine.read()
+        assert held == (version if exists else version - 1), name
+        assert engine.holds(trainers.history[held]), name
+        # A trainer that starts again writes a full version over what is there.
+        again = publisher(path)
+        assert again.publish(jobs[4]) == ""
+        assert engine.read() == 4
+        assert engine.holds(trainers.history[4])
+        assert not [file for file in files_below(path) if file.endswith(".tmp") and "000004" in file]
+        engine.close()
+
+
+def loads_as(path: Path, history: dict[int, Weights]) -> list[int]:
+    """The versions whose bits the checkpoint has, as an HF loader would read it."""
+    index = json.loads((path / INDEX).read_text())
+    shards = {name: load_file(path / name) for name in sorted(set(index["weight_map"].values()))}
+    loaded = {name: shards[file][name] for name, file in index["weight_map"].items()}
+    return [
+        version
+        for version, weights in history.items()
+        if loaded.keys() == weights.keys() and all(torch.equal(loaded[n], weights[n]) for n in weights)
+    ]
+
+
+def test_a_pull_killed_at_any_step_leaves_one_version(
+    recorded: tuple[Trainers, list[Job]], tmp_path: Path
+) -> None:
+    trainers, jobs = recorded
+    source = tmp_path / "source"
+    written_by(source, jobs)  # keeps F2
+
+    def pull(path: Path, step: Step, version: int | None = None) -> Any:
+        return LocalCheckpoint(path, Folder(str(source)), on_step=step).pull(version)
+
+    pull(tmp_path / "whole", ignore_step)
+    made = publisher(source)
+    made.publish(jobs[2])
+    made.publish(jobs[3])
+    names = steps_of(lambda step: pull(tmp_path / "whole", step))
+    assert {"rename", "sweep"} <= {name.split()[0] for name in names}
+    for fatal, name in enumerate(names):
+        path = tmp_path / f"killed-{fatal}"
+        pull(path, ignore_step, 2)
+        assert loads_as(path, trainers.history) == [2]
+        run_and_die(lambda path=path, fatal=fatal: pull(path, killer(fatal)))  # type: ignore[misc]
+        done = fatal > names.index(f"rename {INDEX}")
+        assert loads_as(path, trainers.history) == [3 if done else 2], name
+        assert pull(path, ignore_step).version == 3
+        assert loads_as(path, trainers.history) == [3]
+        assert files_below(path) == ["model-v000003-00001.safetensors", INDEX]
