@@ -37,6 +37,7 @@ from awex_delta.gateway.models import (
     UpdateRequest,
 )
 from awex_delta.gateway.pairs import Means, Pair
+from awex_delta.gateway.token import check_token
 
 MAX_PAIRS = 256
 
@@ -110,6 +111,8 @@ def create_app(
 
     Collective: no.
     """
+    check_token(token)
+    check_token(side_token)
     sides = Sides(token if side_token is None else side_token, transport)
     means = Means(
         sides=sides,

@@ -38,15 +38,9 @@ class Sides:
             token: what sides ask for.
             transport: how requests travel; None for the network.
         """
-        headers = {} if token is None else {"Authorization": f"Bearer {token}"}
-        # No proxy and no redirect: the token goes to the URL that was named, and nowhere else.
-        self._client = httpx.AsyncClient(
-            transport=transport,
-            headers=headers,
-            trust_env=False,
-            follow_redirects=False,
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
-        )
+        self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+        self._transport = transport
+        self._client: httpx.AsyncClient | None = None
 
     async def states(self, urls: Sequence[str], *, seconds: float) -> dict[str, SideState | SideFailure]:
         """Who each side is and what it holds."""
@@ -78,8 +72,22 @@ class Sides:
         )
 
     async def close(self) -> None:
-        """Close all connections."""
-        await self._client.aclose()
+        """Close all connections; the next call opens new ones."""
+        client, self._client = self._client, None
+        if client is not None:
+            await client.aclose()
+
+    def _opened(self) -> httpx.AsyncClient:
+        """The client. No proxy, no redirect: the token goes to the URL that was named, and nowhere else."""
+        if self._client is None:
+            self._client = httpx.AsyncClient(
+                transport=self._transport,
+                headers=self._headers,
+                trust_env=False,
+                follow_redirects=False,
+                limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
+            )
+        return self._client
 
     async def _ask(
         self,
@@ -94,7 +102,7 @@ class Sides:
         headers = {"Content-Type": "application/json"}
         received = bytearray()
         try:
-            async with self._client.stream(
+            async with self._opened().stream(
                 method, url, content=content, headers=headers, timeout=timeout
             ) as response:
                 async for part in response.aiter_bytes():

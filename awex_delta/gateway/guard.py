@@ -6,10 +6,11 @@ import json
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any
 
-from fastapi import HTTPException, Request, Response, Security
+from fastapi import Request, Response, Security
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from fastapi.security import HTTPBearer
+from starlette.exceptions import HTTPException
 from starlette.types import Message
 
 from awex_delta.gateway.models import MAX_BODY_BYTES, Problem

@@ -82,7 +82,8 @@ class SideHost:
         self._side = side
         self._slots: dict[str, Slot] = {}
         self._busy = ""
-        device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+        ready = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        device = torch.cuda.current_device() if ready else None
         self._worker = ThreadPoolExecutor(
             max_workers=1,
             thread_name_prefix="awex_delta",

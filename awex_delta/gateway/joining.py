@@ -58,7 +58,7 @@ def join_problem(request: ConnectRequest, states: Mapping[str, SideState]) -> di
         wanted = "trainer" if url in request.trainers else "engine"
         elsewhere = [n for n, held in state.pairs.items() if held.connected and n != request.pair]
         if state.role != wanted:
-            said[url] = f"is a {state.role} ({state.kind}), not {_article(wanted)}"
+            said[url] = f"is {_article(state.role)} ({state.kind}), not {_article(wanted)}"
         elif state.busy:
             said[url] = f"is busy with {state.busy}"
         elif state.role == "engine" and elsewhere:

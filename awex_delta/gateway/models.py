@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
@@ -22,6 +22,13 @@ MAX_BODY_BYTES = 1 << 18
 """The longest body of a request; a pair of a thousand URLs needs less."""
 
 STRICT = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+def _like(example: dict[str, Any]) -> ConfigDict:
+    """The same, with an example for the OpenAPI document."""
+    return ConfigDict(**STRICT, json_schema_extra={"examples": [example]})
+
+
 _URL: TypeAdapter[HttpUrl] = TypeAdapter(HttpUrl)
 
 
@@ -70,7 +77,17 @@ class PairConfig(BaseModel):
 class ConnectRequest(BaseModel):
     """Which trainer and engines form a pair."""
 
-    model_config = STRICT
+    model_config = _like(
+        {
+            "pair": "policy",
+            "trainers": ["http://127.0.0.1:8101"],
+            "engines": ["http://127.0.0.1:8102"],
+            "config": {
+                "train": {"backend": "megatron:d1", "enable_delta_weight_update": True},
+                "rollout": {"backend": "vllm:d1"},
+            },
+        }
+    )
 
     pair: Name
     """Name of the pair."""
@@ -88,7 +105,7 @@ class ConnectRequest(BaseModel):
 class UpdateRequest(BaseModel):
     """Bring the engines of a pair to the trainer's current weights."""
 
-    model_config = STRICT
+    model_config = _like({"pair": "policy", "version": 1})
 
     pair: Name
     """Name of the pair."""
@@ -100,7 +117,7 @@ class UpdateRequest(BaseModel):
 class DisconnectRequest(BaseModel):
     """Let trainer and engines of a pair leave."""
 
-    model_config = STRICT
+    model_config = _like({"pair": "policy"})
 
     pair: Name
     """Name of the pair."""

@@ -1,7 +1,8 @@
-"""A gateway, trainers and engines as ASGI apps of one process, over real Gloo and without a socket of HTTP."""
+"""A gateway, trainers and engines as ASGI apps of one process, over real Gloo and no HTTP socket."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -16,7 +17,7 @@ from awex_delta.testing.ranks import isolate_threads
 from awex_delta.trainers.torch_adamw import TorchAdamWTrainer
 from awex_delta.types import DeltaSettings
 
-TOKEN = "gateway-token-of-the-tests"
+TOKEN = "-".join(["the", "token", "of", "the", "gateway", "tests"])
 HEADERS = {"Authorization": f"Bearer {TOKEN}"}
 SHAPES = {
     "model.embed_tokens.weight": (16, 8),
@@ -74,6 +75,30 @@ def config(num_engines: int = 1, **train: Any) -> dict[str, Any]:
     }
 
 
+class SlowEngine(DictEngine):
+    """Waits inside an update, after it has written, until it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__(SHAPES)
+        self.inside = threading.Event()
+        self.go = threading.Event()
+        self.go.set()
+        self.fails = False
+
+    def synchronize(self) -> None:
+        super().synchronize()
+        self.inside.set()
+        assert self.go.wait(20)
+        if self.fails:
+            self.fails = False
+            raise RuntimeError("injected: the device failed while weights were written")
+
+    def hold(self) -> None:
+        """Wait in the next update."""
+        self.inside.clear()
+        self.go.clear()
+
+
 class World:
     """A gateway and sides under host names, with a client of the gateway."""
 
@@ -81,7 +106,7 @@ class World:
         isolate_threads()
         self.hosts = Hosts()
         self.trainers: dict[str, TorchAdamWTrainer] = {}
-        self.engines: dict[str, DictEngine] = {}
+        self.engines: dict[str, SlowEngine] = {}
         self.gateway = create_app(token=TOKEN, transport=self.hosts, update_seconds=40.0)
         self.client = self.new_client()
 
@@ -97,9 +122,9 @@ class World:
         self.hosts.apps[host] = app_of(trainer_router(self.trainers[host], token=TOKEN))
         return self.trainers[host]
 
-    def add_engine(self, host: str) -> DictEngine:
+    def add_engine(self, host: str) -> SlowEngine:
         """A new life of an engine."""
-        self.engines[host] = DictEngine(SHAPES)
+        self.engines[host] = SlowEngine()
         self.hosts.apps[host] = app_of(engine_router(self.engines[host], token=TOKEN))
         return self.engines[host]
 

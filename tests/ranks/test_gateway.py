@@ -3,9 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+import re
 
+import httpx
+import pytest
+import torch
+from torch._C._distributed_c10d import HashStore
+
+from awex_delta.gateway import create_app, engine_router, trainer_router
+from awex_delta.receiver import Receiver
+from awex_delta.rendezvous import Rendezvous
+from awex_delta.sender import Sender
+from awex_delta.testing.dict_engine import DictEngine
 from awex_delta.testing.pairing import differing
-from tests.ranks.gateway_world import weights, world
+from awex_delta.trainers.torch_adamw import TorchAdamWTrainer
+from awex_delta.types import DeltaSettings
+from tests.ranks.gateway_world import (
+    SHAPES,
+    TOKEN,
+    SlowEngine,
+    app_of,
+    config,
+    new_trainer,
+    weights,
+    world,
+)
 
 
 def test_connect_update_repeat_disconnect_and_connect_again() -> None:
@@ -42,5 +64,285 @@ def test_connect_update_repeat_disconnect_and_connect_again() -> None:
             answer = await w.update("a", 3)
             assert (answer.json()["kind"], answer.json()["reason"]) == ("full", "FIRST_SYNC")
             assert [differing(engine, weights(trainer)) for engine in engines] == [{}, {}]
+
+    asyncio.run(scenario())
+
+
+async def inside(engine: SlowEngine) -> None:
+    """Wait until the engine stands in the middle of its update."""
+    assert await asyncio.to_thread(engine.inside.wait, 20)
+
+
+def test_while_one_update_runs_everything_answers_and_a_second_one_is_refused() -> None:
+    async def scenario() -> None:
+        async with world() as w:
+            trainer, engine = w.add_trainer("t"), w.add_engine("e")
+            await w.connect("a", ["t"], ["e"])
+            engine.hold()
+            running = asyncio.ensure_future(w.update("a", 0))
+            await inside(engine)
+            assert (await w.client.get("/health")).json()["pairs"] == {"a": "updating"}
+            side = httpx.AsyncClient(transport=w.hosts, base_url="http://e")
+            assert (await side.get("/state")).json()["busy"] == "update_weights of pair a"
+            pair = await w.pair("a")
+            assert (pair["state"], pair["ready"]) == ("updating", False)
+            assert "written but never committed" in pair["engines"][0]["why"]
+            for refused in (
+                await w.update("a", 0),
+                await w.update("a", 1),
+                await w.disconnect("a"),
+                await w.connect("a", ["t"], ["e"]),
+            ):
+                assert (refused.status_code, refused.json()["state"]) == (409, "updating")
+            assert not running.done()
+            engine.go.set()
+            assert (await running).json()["version"] == 0
+            assert differing(engine, weights(trainer)) == {}
+            assert (await w.pair("a"))["ready"] is True
+            counts = (await w.client.get("/metrics")).text
+            assert 'awex_delta_refused_total{pair="a",verb="update_weights"} 2.0' in counts
+
+    asyncio.run(scenario())
+
+
+def test_a_client_that_goes_away_neither_stops_nor_halves_an_update() -> None:
+    async def scenario() -> None:
+        async with world() as w:
+            trainer, engine = w.add_trainer("t"), w.add_engine("e")
+            await w.connect("a", ["t"], ["e"])
+            engine.hold()
+            gone = asyncio.ensure_future(w.update("a", 5))
+            await inside(engine)
+            gone.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await gone
+            assert (await w.update("a", 5)).status_code == 409
+            engine.go.set()
+            while (await w.pair("a"))["state"] == "updating":
+                await asyncio.sleep(0.02)
+            answer = await w.update("a", 5)
+            assert (answer.status_code, answer.json()["version"], engine.published) == (200, 5, [5])
+            assert differing(engine, weights(trainer)) == {}
+
+    asyncio.run(scenario())
+
+
+def test_a_failed_update_is_told_and_the_engine_is_not_ready_until_a_full_sync() -> None:
+    async def scenario() -> None:
+        async with world() as w:
+            trainer, engine = w.add_trainer("t"), w.add_engine("e")
+            await w.connect("a", ["t"], ["e"])
+            await w.update("a", 0)
+            trainer.train_step()
+            engine.fails = True
+            failed = await w.update("a", 1)
+            assert (failed.status_code, failed.json()["state"]) == (502, "failed")
+            assert "injected: the device failed" in failed.json()["sides"]["http://e"]
+            assert "UpdateAborted" in failed.json()["sides"]["http://t"]
+            pair = await w.pair("a")
+            assert (pair["ready"], pair["version"], pair["last_update"]["version"]) == (False, 0, 0)
+            assert "never committed" in pair["engines"][0]["why"]
+            assert (await w.update("a", 0)).status_code == 409, "the answer of version 0 hides the failure"
+            done = await w.update("a", 1)
+            assert (done.json()["kind"], done.json()["reason"]) == ("full", "PREVIOUS_ABORTED")
+            assert (differing(engine, weights(trainer)), (await w.pair("a"))["ready"]) == ({}, True)
+            counts = (await w.client.get("/metrics")).text
+            assert 'awex_delta_updates_total{kind="full",pair="a",reason="PREVIOUS_ABORTED"} 1.0' in counts
+            assert 'awex_delta_failures_total{pair="a",verb="update_weights"} 1.0' in counts
+            assert 'awex_delta_engine_ready{engine="http://e",pair="a"} 1.0' in counts
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_that_was_restarted_is_found_before_any_rank_begins_and_rejoins_by_a_full_sync() -> None:
+    async def scenario() -> None:
+        async with world() as w:
+            trainer = w.add_trainer("t")
+            w.add_engine("e")
+            await w.connect("a", ["t"], ["e"])
+            await w.update("a", 0)
+            trainer.train_step()
+            engine = w.add_engine("e")
+            assert (await w.pair("a"))["engines"][0]["why"] == "it has not joined this pair"
+            refused = await w.update("a", 1)
+            assert (refused.status_code, refused.json()["state"]) == (502, "failed")
+            assert "POST /connect again" in refused.json()["sides"]["http://e"]
+            assert set(refused.json()["sides"]) == {"http://e"}
+            assert (await w.connect("a", ["t"], ["e"])).status_code == 200
+            assert (await w.update("a", 1)).json()["reason"] == "FIRST_SYNC"
+            assert differing(engine, weights(trainer)) == {}
+            trainer.train_step()
+            assert (await w.update("a", 2)).json()["kind"] == "delta"
+            assert differing(engine, weights(trainer)) == {}
+
+    asyncio.run(scenario())
+
+
+def test_a_trainer_set_back_to_an_older_step_connects_again_and_counts_from_there() -> None:
+    async def scenario() -> None:
+        async with world() as w:
+            first, engine = w.add_trainer("t"), w.add_engine("e")
+            await w.connect("a", ["t"], ["e"])
+            for version in range(4):
+                first.train_step()
+                await w.update("a", version)
+            second = w.add_trainer("t")
+            for _ in range(2):
+                second.train_step()
+            assert (await w.update("a", 1)).status_code == 409
+            assert (await w.connect("a", ["t"], ["e"])).json()["version"] is None
+            second.train_step()
+            again = await w.update("a", 2)
+            assert (again.json()["kind"], again.json()["reason"]) == ("full", "FIRST_SYNC")
+            assert differing(engine, weights(second)) == {}
+            assert differing(engine, weights(first)) != {}
+
+    asyncio.run(scenario())
+
+
+def test_two_pairs_at_once_one_of_which_fails() -> None:
+    async def scenario() -> None:
+        async with world() as w:
+            trainers = [w.add_trainer("t0"), w.add_trainer("t1", new_trainer(seed=1))]
+            engines = [w.add_engine("e0"), w.add_engine("e1")]
+            answers = await asyncio.gather(w.connect("a", ["t0"], ["e0"]), w.connect("b", ["t1"], ["e1"]))
+            assert [answer.status_code for answer in answers] == [200, 200]
+            engines[1].fails = True
+            answers = await asyncio.gather(w.update("a", 0), w.update("b", 7))
+            assert [answer.status_code for answer in answers] == [200, 502]
+            trainers[0].train_step()
+            answers = await asyncio.gather(w.update("a", 1), w.update("b", 7))
+            assert [answer.json()["kind"] for answer in answers] == ["delta", "full"]
+            for trainer, engine in zip(trainers, engines, strict=True):
+                assert differing(engine, weights(trainer)) == {}
+            assert differing(engines[0], weights(trainers[1])) != {}
+
+    asyncio.run(scenario())
+
+
+def test_one_trainer_serves_two_pairs_each_at_its_own_pace() -> None:
+    async def scenario() -> None:
+        async with world() as w:
+            trainer, engines = new_trainer(), [w.add_engine("e0"), w.add_engine("e1")]
+            trainer.detach()
+            router = trainer_router(
+                weights(trainer), trainer._optimizer, masters=masters(trainer), token=TOKEN
+            )
+            w.hosts.apps["t"] = app_of(router)
+            for pair, engine in (("a", "e0"), ("b", "e1")):
+                assert (await w.connect(pair, ["t"], [engine])).status_code == 200
+            trainer.train_step()
+            await asyncio.gather(w.update("a", 0), w.update("b", 0))
+            trainer.train_step()
+            assert (await w.update("a", 1)).json()["kind"] == "delta"
+            trainer.train_step()
+            answers = await asyncio.gather(w.update("a", 2), w.update("b", 1))
+            # Two steps lie between the updates of pair b, which one inversion does not cover.
+            assert [a.json()["reason"] for a in answers] == ["NONE", "STEP_GAP"]
+            assert [differing(engine, weights(trainer)) for engine in engines] == [{}, {}]
+
+    asyncio.run(scenario())
+
+
+def masters(trainer: TorchAdamWTrainer) -> dict[str, torch.Tensor]:
+    return {key.removeprefix("0/"): tensor for key, tensor in trainer._stepped.items()}
+
+
+@pytest.mark.parametrize(
+    ("trainers", "engines", "status", "said"),
+    [
+        (["e0"], ["t"], 409, r"http://e0 is an engine \(SlowEngine\), not a trainer"),
+        (["t"], ["e0", "e1"], 409, "rollout.backend means 1 ranks, and the sides at these URLs have 2"),
+        (["t"], ["absent"], 502, r"http://absent does not answer \(ConnectError\)"),
+        (["t"], ["taken"], 409, "http://taken is in pair other: disconnect that first"),
+        (["t"], ["ready"], 409, "http://t takes the gateway's meeting point, while others bring"),
+    ],
+)
+def test_sides_that_do_not_fit_are_named_before_any_is_asked(
+    trainers: list[str], engines: list[str], status: int, said: str
+) -> None:
+    async def scenario() -> None:
+        async with world() as w:
+            for host in ("t", "t1"):
+                w.add_trainer(host)
+            for host in ("e0", "e1", "taken"):
+                w.add_engine(host)
+            meeting = Rendezvous(num_engine_ranks=1, num_trainer_ranks=1, store=HashStore())
+            receiver = Receiver(DictEngine(SHAPES), meeting, 0, "e", DeltaSettings())
+            w.hosts.apps["ready"] = app_of(engine_router(receiver, token=TOKEN))
+            await w.connect("other", ["t1"], ["taken"])
+            w.hosts.asked.clear()
+            body = {
+                "pair": "a",
+                "trainers": [f"http://{host}" for host in trainers],
+                "engines": [f"http://{host}" for host in engines],
+                "config": config(1),
+            }
+            answer = await w.client.post("/connect", json=body)
+            assert (answer.status_code, answer.json()["state"]) == (status, "disconnected")
+            assert re.search(said, answer.json()["detail"]), answer.text
+            assert not [one for one in w.hosts.asked if one.startswith("POST")]
+
+    asyncio.run(scenario())
+
+
+def test_connect_is_repeated_without_effect_and_refused_for_other_sides() -> None:
+    async def scenario() -> None:
+        async with world() as w:
+            w.add_trainer("t")
+            for host in ("e", "f"):
+                w.add_engine(host)
+            await w.connect("a", ["t"], ["e"])
+            await w.update("a", 0)
+            w.hosts.asked.clear()
+            again = await w.connect("a", ["t"], ["e"])
+            assert (again.status_code, again.json()["version"]) == (200, 0)
+            assert not [one for one in w.hosts.asked if one.startswith("POST")]
+            other = await w.connect("a", ["t"], ["f"])
+            assert (other.status_code, other.json()["state"]) == (409, "connected")
+            assert "disconnect it first" in other.json()["detail"]
+            assert (await w.disconnect("a")).status_code == 200
+            assert (await w.connect("a", ["t"], ["f"])).status_code == 200
+
+    asyncio.run(scenario())
+
+
+def test_a_new_gateway_takes_over_the_sides_of_one_that_is_gone() -> None:
+    async def scenario() -> None:
+        async with world() as w:
+            trainer, engine = w.add_trainer("t"), w.add_engine("e")
+            await w.connect("a", ["t"], ["e"])
+            await w.update("a", 0)
+            w.gateway = create_app(token=TOKEN, transport=w.hosts)
+            w.client = w.new_client()
+            assert (await w.update("a", 1)).status_code == 404
+            assert (await w.connect("a", ["t"], ["e"])).status_code == 200
+            trainer.train_step()
+            assert (await w.update("a", 1)).json()["kind"] == "full"
+            assert differing(engine, weights(trainer)) == {}
+
+    asyncio.run(scenario())
+
+
+def test_ready_senders_and_receivers_keep_their_own_meeting_point_and_state() -> None:
+    async def scenario() -> None:
+        async with world() as w:
+            trainer, engine = new_trainer(), DictEngine(SHAPES)
+            meeting = Rendezvous(num_engine_ranks=1, num_trainer_ranks=1, store=HashStore())
+            settings = DeltaSettings(timeout_seconds=8.0, connect_timeout_seconds=2.0)
+            sender = Sender(trainer, meeting, 0, settings)
+            receiver = Receiver(engine, meeting, 0, "e", settings)
+            w.hosts.apps["t"] = app_of(trainer_router({"a": sender}, token=TOKEN))
+            w.hosts.apps["e"] = app_of(engine_router(receiver, token=TOKEN))
+            unknown = await w.connect("b", ["t"], ["e"])
+            assert "this trainer has senders for a" in unknown.json()["sides"]["http://t"]
+            assert (await w.connect("a", ["t"], ["e"])).status_code == 200
+            trainer.train_step()
+            assert (await w.update("a", 0)).json()["kind"] == "full"
+            await w.disconnect("a")
+            assert (await w.connect("a", ["t"], ["e"])).status_code == 200
+            trainer.train_step()
+            assert (await w.update("a", 1)).json()["kind"] == "delta", "both kept what they hold"
+            assert differing(engine, weights(trainer)) == {}
 
     asyncio.run(scenario())
