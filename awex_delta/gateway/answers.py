@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from awex_delta.gateway.client import SideFailure
 from awex_delta.gateway.models import EngineReadiness, UpdateAnswer
-from awex_delta.gateway.side_models import SideAnswer, SideState
+from awex_delta.gateway.side_models import PairOnSide, SideAnswer, SideState
 
 Value = TypeVar("Value")
 
@@ -74,9 +74,23 @@ def readiness(pair: str, version: int | None, url: str, state: SideState | SideF
     held = state.pairs.get(pair)
     if held is None:
         return EngineReadiness(url=url, ready=False, version=None, why="it has not joined this pair")
+    return _readiness(version, url, held)
+
+
+def readiness_after(version: int, url: str, answer: SideAnswer) -> EngineReadiness:
+    """The same, from what the engine answered to an update or a publication of `version`."""
+    return _readiness(version, url, answer.pair)
+
+
+def _readiness(version: int | None, url: str, held: PairOnSide) -> EngineReadiness:
     why = held.why
-    if not why and version is not None and held.version != version:
-        why = f"it holds version {held.version}, the pair's is {version}"
+    if not why and held.connected and held.version != version:
+        pair = (
+            "the pair has committed none since it connected"
+            if version is None
+            else f"the pair's is {version}"
+        )
+        why = f"it holds version {held.version}, {pair}"
     return EngineReadiness(url=url, ready=not why, version=held.version, why=why)
 
 

@@ -87,6 +87,11 @@ class Metrics:
         for engine in engines:
             self._ready.labels(pair, engine.url).set(int(engine.ready))
 
+    def unready(self, pair: str, engines: Iterable[str]) -> None:
+        """Take engines for not ready, from before an update until it is known to have committed."""
+        for engine in engines:
+            self._ready.labels(pair, engine).set(0)
+
     def text(self) -> bytes:
         """All numbers, as Prometheus reads them."""
         return generate_latest(self._registry)

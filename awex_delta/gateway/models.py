@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -13,6 +13,7 @@ from pydantic import (
     StringConstraints,
     TypeAdapter,
     ValidationError,
+    model_validator,
 )
 
 from awex_delta.gateway.states import PairState
@@ -100,6 +101,12 @@ class ConnectRequest(BaseModel):
 
     config: PairConfig
     """The settings of both sides."""
+
+    @model_validator(mode="after")
+    def _apart(self) -> Self:
+        if set(self.trainers) & set(self.engines):
+            raise ValueError("a URL is given as a trainer's and as an engine's")
+        return self
 
 
 class UpdateRequest(BaseModel):

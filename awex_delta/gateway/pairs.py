@@ -19,6 +19,7 @@ from awex_delta.gateway.answers import (
     failures,
     holds,
     readiness,
+    readiness_after,
     require_idle,
     summary,
 )
@@ -194,7 +195,7 @@ class Pair:
         status = 500
         try:
             async with AsyncExitStack() as held:
-                for url in sorted(self._record.urls):
+                for url in sorted(set(self._record.urls)):  # in one order, so that pairs never wait in a ring
                     await held.enter_async_context(self._means.locks[url])
                 value = await work()
             self._move(Event.DONE)
@@ -243,6 +244,7 @@ class Pair:
         begin = f"version {version} was not begun"
         states = all_of(await self._means.sides.states(record.urls, seconds=_STATE_SECONDS), begin)
         require_idle(states, pair, record.connection, begin)
+        self._means.metrics.unready(pair, record.request.engines)
         attempt = record.attempt + 1
         self._record = replace(self._record, attempt=attempt)
         call = SideUpdate(pair=pair, connection=record.connection, version=version, attempt=attempt)
@@ -254,10 +256,15 @@ class Pair:
         publish = SidePublish(pair=pair, connection=record.connection, version=version)
         unsure = [url for url in record.request.engines if done[url].pair.version != version]
         published = await self._call("publish", dict.fromkeys(unsure, publish), wait)
-        all_of(published, f"version {version} is committed, but not published everywhere")
+        latest = {
+            **done,
+            **all_of(published, f"version {version} is committed, but not published everywhere"),
+        }
         update = summary(pair, version, [done[url] for url in record.request.trainers])
         self._record = replace(self._record, version=version, last_update=update)
         self._means.metrics.updated(update)
+        engines = [readiness_after(version, url, latest[url]) for url in record.request.engines]
+        self._means.metrics.engines(pair, engines)
         return update
 
     async def _disconnect(self) -> None:

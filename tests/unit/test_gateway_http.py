@@ -127,6 +127,7 @@ HOSTILE = [
     ("connect", changed(trainers=["http://" + "t" * 3000]), 422),
     ("connect", changed(trainers=["http://"]), 422),
     ("connect", changed(trainers=["http://[::1"]), 422),
+    ("connect", changed(engines=["http://t:1/"]), 422),
     ("connect", changed(config={}), 422),
     ("connect", changed(config={**CONFIG, "more": 1}), 422),
     ("connect", changed(more=1), 422),

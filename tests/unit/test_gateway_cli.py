@@ -1,0 +1,77 @@
+"""What `awex-delta gateway` refuses, and what it hands to the server."""
+
+from __future__ import annotations
+
+import builtins
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvicorn
+from typer.testing import CliRunner
+
+from awex_delta.cli.gateway import app
+
+
+class Served:
+    """Notes what the server was asked to serve."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: list[dict[str, Any]] = []
+        monkeypatch.setattr(uvicorn, "run", lambda served, **options: self.calls.append(options))
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> Served:
+    return Served(monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--host", "192.0.2.7"], "--host 192.0.2.7 is reached from other machines: add --allow-remote"),
+        (["--host", "gateway.example"], "--host gateway.example is reached from other machines"),
+        (["--meeting-host", "10.0.0.1"], "--meeting-host 10.0.0.1 is reached from other machines"),
+        (["--host", "192.0.2.7", "--allow-remote", "--no-token"], "would let every machine in"),
+        (["--no-token", "--token-file", "x"], "contradict each other"),
+        (["--side-token-file", "absent"], "token file absent cannot be read"),
+    ],
+)
+def test_what_is_unsafe_is_refused_before_anything_listens(
+    served: Served, arguments: list[str], said: str
+) -> None:
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 2
+    assert said in result.output
+    assert served.calls == []
+
+
+def test_a_random_token_is_shown_once_and_loopback_is_the_default(served: Served) -> None:
+    first, second = (CliRunner().invoke(app, []) for _ in range(2))
+    assert (first.exit_code, first.output.count("token (shown once")) == (0, 1)
+    assert first.output != second.output
+    assert served.calls[0]["host"] == "127.0.0.1"
+
+
+def test_a_token_file_is_made_and_its_token_never_shown(served: Served, tmp_path: Path) -> None:
+    path = tmp_path / "token"
+    arguments = ["--token-file", str(path), "--port", "8123", "--host", "::1"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0
+    assert path.read_text().strip() not in result.output
+    assert (served.calls[0]["port"], served.calls[0]["host"]) == (8123, "::1")
+
+
+def test_without_the_packages_of_the_extra_it_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = builtins.__import__
+
+    def absent(name: str, *rest: Any) -> Any:
+        if name == "awex_delta.gateway.app":
+            raise ModuleNotFoundError(
+                "awex_delta.gateway needs the package 'fastapi': pip install 'awex-delta[gateway]'"
+            )
+        return real(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", absent)
+    result = CliRunner().invoke(app, [])
+    assert (result.exit_code, "awex-delta[gateway]" in result.output) == (2, True)
