@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from awex_delta.runlog import RunLog
     from awex_delta.sender import Sender
     from awex_delta.targets import Targets, TargetsUpdate
+    from awex_delta.trainers.ema import EmaShadow
     from awex_delta.transports.disk.reader import DiskReader
     from awex_delta.transports.disk.writer import DiskWriter
     from awex_delta.types import DeltaSettings, EngineTensor, EngineView, TrainerView, UpdateStats
@@ -62,6 +63,7 @@ _HOMES = {
     "targets": ("Targets", "TargetsUpdate"),
     "transports.disk.reader": ("DiskReader",),
     "transports.disk.writer": ("DiskWriter",),
+    "trainers.ema": ("EmaShadow",),
     "types": (*("DeltaSettings", "EngineTensor", "EngineView", "TrainerView", "UpdateStats"),),
     "verdict": ("Kind", "Reason", "Verdict"),
 }
@@ -74,6 +76,7 @@ __all__ = [
     "DeltaSettings",
     "DiskReader",
     "DiskWriter",
+    "EmaShadow",
     "EngineTensor",
     "EngineView",
     "Kind",

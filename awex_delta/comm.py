@@ -99,12 +99,8 @@ class Comm:
         return False
 
     def absent_engines(self) -> tuple[int, ...]:
-        """Engine ranks that are neither connected with this rank nor waiting to be.
-
-        Raises:
-            PeerError, ConnectError: the store does not answer.
-
-        Collective: no.
+        """Engine ranks that are neither connected with this rank nor waiting to be. Raises PeerError,
+        and ConnectError, where the store does not answer. Collective: no.
         """
         epoch = self._read_epoch()
         if self._group is not None and epoch == self.epoch:

@@ -176,15 +176,11 @@ class Sender:
                     release = partial(held.enter_context, self._view.transfer())
                     _, failure = self._session.attempt("release", release)
                     stats = self._send(decision, detection, watch, failure)
+            self._view.committed()
         except BaseException:
             self._ledger = self._ledger.abort()
             raise
         self._ledger = self._ledger.commit(version, decision.verdict.kind)
-        try:
-            self._view.committed()
-        except BaseException:
-            self._ledger = self._ledger.abort()  # nobody knows what later changes would count from
-            raise
         is_delta = decision.verdict.kind is Kind.DELTA
         self._changed_by_key = {c.key: c.num_changed for c in detection.changes} if is_delta else None
         if stats.wire_bytes >= MIN_SAMPLE_BYTES:

@@ -105,6 +105,7 @@ class WeightInfo:
         owns the parameter in parts, this rank included; empty for tensors no optimizer owns
         (buffers, frozen weights) and for those that are always sent whole (fp32 parameters).
     owned: the half-open flat range that this rank owns; (0, 0) when it owns nothing of it.
+    trained: an optimizer steps it, whether it is sent sparsely or whole.
     """
 
     param: str
@@ -114,6 +115,7 @@ class WeightInfo:
     owners: tuple[int, ...]
     owned_start: int
     owned_stop: int
+    trained: bool = False
 
     @property
     def key(self) -> str:
@@ -289,6 +291,23 @@ class SharedTrainerView(TrainerView, Protocol):
 
     def detach(self) -> None:
         """Stop recording optimizer steps for this view. Rank-local."""
+
+
+@runtime_checkable
+class GatheringTrainerView(TrainerView, Protocol):
+    """A trainer whose ranks can put together what each of them owns."""
+
+    def gather_owned(self, parts: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """Whole local tensors from parts of them.
+
+        Args:
+            parts: key -> bf16 [owned_stop - owned_start], for each parameter that this rank owns a part of.
+
+        Returns:
+            Key -> bf16 in the shape of its `WeightInfo`, for each sparse parameter.
+
+        Collective: over the owners of each parameter; called on all trainer ranks.
+        """
 
 
 @runtime_checkable

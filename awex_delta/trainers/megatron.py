@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from awex.models.registry import get_train_weights_converter
 from awex.sharding.rank_info import RankInfo
 from megatron.core.distributed import DistributedDataParallel
@@ -52,6 +53,7 @@ class MegatronTrainer:
         self._biases: dict[str, torch.nn.Module] = {}
         self._parts: dict[str, Part] = {}
         self._late: list[str] = []
+        self._groups: dict[str, dist.ProcessGroup] = {}
         self._infos: dict[str, WeightInfo] = {}
         self._read_weights(shards)
         self._check_conversion()
@@ -177,6 +179,25 @@ class MegatronTrainer:
             if isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync(force_sync=True)
 
+    def gather_owned(self, parts: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """Whole local tensors from what the owners of each parameter hold.
+
+        Args:
+            parts: key -> bf16 [n], this rank's owned ranges.
+
+        Collective: over the data-parallel groups of dense and of expert parameters.
+        """
+        whole: dict[str, torch.Tensor] = {}
+        for info in (info for info in self._infos.values() if info.sparse):
+            tensor = torch.zeros(info.shape, dtype=info.dtype, device=self._params[info.key].device)
+            if info.key in parts:
+                tensor.view(-1)[info.owned_start : info.owned_stop] = parts[info.key]
+            if len(info.owners) > 1:
+                # Parts do not overlap, so that a sum of bytes is all parts, bit for bit.
+                dist.all_reduce(tensor.view(-1).view(torch.uint8), group=self._groups[info.key])
+            whole[info.key] = tensor
+        return whole
+
     def committed(self) -> None:
         """Later detections count from the weights as they are now. Collective: no."""
         self._baseline.committed()
@@ -268,6 +289,8 @@ class MegatronTrainer:
             self._late.append(name)
         if part is not None:
             self._parts[key] = part
+        if shard is not None and shard.group is not None:
+            self._groups[key] = shard.group
         self._infos[key] = WeightInfo(
             param=name,
             chunk=stage,
@@ -276,6 +299,7 @@ class MegatronTrainer:
             owners=owners,
             owned_start=0 if part is None else part.start,
             owned_stop=0 if part is None else part.stop,
+            trained=shard is not None,
         )
 
     def _check_conversion(self) -> None:

@@ -55,12 +55,14 @@ class Shard:
     owners: trainer ranks that step it in parts, this one included, ascending.
     part: what this rank steps; None when nothing.
     late: what the other owners step reaches this rank only during the next forward.
+    group: of the owners; None where this rank steps all of it.
     """
 
     param: torch.nn.Parameter
     owners: tuple[int, ...]
     part: Part | None
     late: bool
+    group: dist.ProcessGroup | None
 
 
 def canonical_name(name: str) -> str:
@@ -215,11 +217,12 @@ def _distributed_shards(part: Any) -> Iterator[Shard]:
         owned[param] = Part(
             optimizer=part.optimizer, start=span.start, stop=span.end, stepped=stepped, main=main
         )
-    owners = tuple(sorted(dist.get_process_group_ranks(part.data_parallel_group)))
+    group = part.data_parallel_group
+    owners = tuple(sorted(dist.get_process_group_ranks(group)))
     late = part.ddp_config.overlap_param_gather and len(owners) > 1
     for buffer in part.buffers:
         for param in buffer.params:
-            yield Shard(param=param, owners=owners, part=owned.get(param), late=late)
+            yield Shard(param=param, owners=owners, part=owned.get(param), late=late, group=group)
 
 
 def _distributed_masters(
@@ -251,4 +254,4 @@ def _whole(optimizer: torch.optim.Optimizer, param: torch.nn.Parameter, main: to
     part = Part(
         optimizer=optimizer, start=0, stop=param.numel(), stepped=param if main is None else main, main=main
     )
-    return Shard(param=param, owners=(dist.get_rank(),), part=part, late=False)
+    return Shard(param=param, owners=(dist.get_rank(),), part=part, late=False, group=None)

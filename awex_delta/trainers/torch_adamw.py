@@ -211,6 +211,21 @@ class TorchAdamWTrainer:
     def gather_params(self) -> None:
         """Nothing to gather: every rank steps whole parameters. Collective: no."""
 
+    def gather_owned(self, parts: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """The parts themselves, in their shapes, where this rank is the only one.
+
+        Args:
+            parts: key -> bf16 [n], this rank's owned ranges.
+
+        Raises:
+            UnsupportedError: there are other ranks, of which this class knows nothing.
+
+        Collective: no.
+        """
+        if self._dp_size > 1:
+            raise UnsupportedError(f"dp_size={self._dp_size}: ranks of a TorchAdamWTrainer never meet")
+        return {info.key: parts[info.key].view(info.shape) for info in self._infos if info.key in parts}
+
     def committed(self) -> None:
         """Later detections count from the weights as they are now. Collective: no."""
         self._baseline.committed()
@@ -250,6 +265,7 @@ class TorchAdamWTrainer:
             owners=tuple(range(self._dp_size)) if sparse else (),
             owned_start=start if owns else 0,
             owned_stop=stop if owns else 0,
+            trained=key in self._stepped,
         )
 
     def _find_stepped(self) -> dict[str, torch.Tensor]:

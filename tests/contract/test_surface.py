@@ -19,7 +19,7 @@ PUBLIC_NAMES = {
     *("attach_megatron_disk", "attach_transformers_disk", "DiskReader", "DiskWriter"),
     *("attach_megatron", "attach_transformers", "Sender", "Receiver", "Rendezvous", "host_store"),
     *("RunLog", "read_run"),
-    *("Targets", "TargetsUpdate"),
+    *("Targets", "TargetsUpdate", "EmaShadow"),
     *("TrainEngineConfig", "RolloutConfig", "resolve", "worker_environment"),
     *("scrub_worker_environment", "settings_from_environment"),
     *("TrainerView", "EngineView", "EngineTensor"),

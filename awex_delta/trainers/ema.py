@@ -1,0 +1,274 @@
+"""A second weight stream from one trainer: the exponential moving average of its policy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+
+from awex_delta.errors import AwexDeltaError, ConfigError, UnsupportedError
+from awex_delta.numerics.ulp import add_codes, round_to_bf16, step_code
+from awex_delta.types import (
+    ChangeSet,
+    Detection,
+    GatheringTrainerView,
+    OwnedSlice,
+    TrainerLayout,
+    WeightInfo,
+)
+from awex_delta.verdict import Reason
+
+_PIECE = 1 << 20
+
+
+class EmaShadow:
+    """A `TrainerView` of `alpha * policy + (1 - alpha) * average`, elementwise in fp32.
+
+    It keeps one fp32 value for each element that this rank owns, and for fp32 parameters, which every rank
+    holds whole. Changes of the bf16 weights that it sends are exact: old and new are both known when the
+    average moves. Buffers are copied as they are then; frozen weights are read where they are.
+
+    Give it to a `Sender` or to `Targets.add` as any view, and publish it after the student:
+
+    Example:
+        >>> shadow = EmaShadow(view, alpha=0.01)                                 # doctest: +SKIP
+        >>> teacher = Sender(shadow, teachers, trainer_rank=rank, settings=settings)  # doctest: +SKIP
+        >>> for version in range(steps):                                         # doctest: +SKIP
+        ...     train_step()
+        ...     student.update_weights(version)
+        ...     shadow.average(version)
+        ...     teacher.update_weights(version)
+    """
+
+    def __init__(self, view: GatheringTrainerView, *, alpha: float) -> None:
+        """Begin with the policy as it is now.
+
+        Args:
+            view: the trainer, with masters in fp32.
+            alpha: weight of the policy in each average, above 0; 1 means a plain copy.
+
+        Raises:
+            ConfigError: `alpha` is outside (0, 1].
+            UnsupportedError: a trained weight has no fp32 master, or is not current on this rank.
+
+        Collective: no.
+        """
+        if not (math.isfinite(alpha) and 0.0 < alpha <= 1.0):
+            raise ConfigError(f"alpha={alpha}: give the weight of the policy in each average, in (0, 1]")
+        known = view.detect()
+        if known.reason is Reason.NO_FP32_MASTER:
+            raise UnsupportedError(f"the policy cannot be averaged here: {known.detail}")
+        self._view = view
+        self._alpha = alpha
+        self._infos = {info.key: info for info in view.weights()}
+        self._averages: dict[str, torch.Tensor] = {}
+        for owned in view.owned_slices():
+            self._averages[owned.key] = _master(owned).clone()
+        for key, info in self._infos.items():
+            if info.trained and not info.sparse:
+                self._averages[key] = _trained(info, view.tensor(key)).reshape(-1).clone()
+        self._copies: dict[str, torch.Tensor] = {}
+        self._copy_buffers()
+        self._version: int | None = None
+        self._done: dict[str, int] | None = None  # elements by key, while an average is under way
+        self._changes: dict[str, list[ChangeSet]] = {}
+        self._based = False
+        self._whole: Mapping[str, torch.Tensor] = {}
+
+    @property
+    def version(self) -> int | None:
+        """The last `average` that is complete on this rank; None before the first."""
+        return None if self._done is not None else self._version
+
+    def average(self, version: int) -> None:
+        """Move the average one step toward the policy as it is now.
+
+        A second call with the same version does nothing, so that an update that was aborted is retried with
+        the same values. A call that failed is to be repeated: it goes on where it stopped, and until then
+        nothing is published on any rank.
+
+        Args:
+            version: of the update that will publish it.
+
+        Raises:
+            ConfigError: the average of another version is not complete on this rank.
+
+        Collective: no. Call it on every trainer rank.
+        """
+        if self._done is not None and version != self._version:
+            raise ConfigError(
+                f"version={version}: the average of version {self._version} failed on this rank. "
+                f"Remedy: call average({self._version}) again first"
+            )
+        if self._done is None:
+            if version == self._version:
+                return
+            for key, changes in self._changes.items():
+                self._changes[key] = _merged(changes)
+            self._version, self._done = version, {}
+        with torch.no_grad():
+            for owned in self._view.owned_slices():
+                self._move(owned.key, _master(owned), owned.start)
+            for key, info in self._infos.items():
+                if info.trained and not info.sparse:
+                    self._move(key, _trained(info, self._view.tensor(key)).reshape(-1), None)
+            self._copy_buffers()
+        self._done = None
+
+    def layout(self) -> TrainerLayout:
+        """That of the trainer. Collective: no."""
+        return self._view.layout()
+
+    def weights(self) -> Sequence[WeightInfo]:
+        """Those of the trainer. Collective: no."""
+        return tuple(self._infos.values())
+
+    def tensor(self, key: str) -> torch.Tensor:
+        """The averaged weight. Outside of a full sync, elements that this rank does not own are zero.
+
+        Collective: no.
+        """
+        info = self._infos[key]
+        if not info.sparse:
+            if key in self._averages:
+                return self._averages[key].view(info.shape)
+            return self._copies[key] if key in self._copies else self._view.tensor(key)
+        if key in self._whole:
+            return self._whole[key]
+        tensor = torch.zeros(info.shape, dtype=info.dtype, device=self._view.tensor(key).device)
+        if key in self._averages:
+            tensor.view(-1)[info.owned_start : info.owned_stop] = round_to_bf16(self._averages[key])
+        return tensor
+
+    def owned_slices(self) -> Iterator[OwnedSlice]:
+        """The averages of what this rank owns, without moments. Collective: no."""
+        for owned in self._view.owned_slices():
+            main = self._averages[owned.key]
+            yield replace(owned, main=main, weight=round_to_bf16(main), exp_avg=None, exp_avg_sq=None)
+
+    def detect(self) -> Detection:
+        """What the averages since the last commit changed, exactly. Collective: no."""
+        if not self._based:
+            return Detection(reason=Reason.FIRST_SYNC)
+        for key, changes in self._changes.items():
+            self._changes[key] = _merged(changes)
+        found = tuple(changes[0] for changes in self._changes.values() if changes and changes[0].num_changed)
+        num_owned = sum(info.owned_stop - info.owned_start for info in self._infos.values() if info.sparse)
+        return Detection(changes=found, num_owned=num_owned)
+
+    def gather_params(self) -> None:
+        """Put the averages of all owners together, until the end of the transfer.
+
+        Memory: one more copy of the local weights in bf16.
+
+        Collective: over the owners of each parameter.
+        """
+        parts = {
+            key: round_to_bf16(average) for key, average in self._averages.items() if self._infos[key].sparse
+        }
+        self._whole = self._view.gather_owned(parts)
+
+    def committed(self) -> None:
+        """Every rank has published the average: later changes count from it. Collective: no."""
+        self._changes.clear()
+        self._based = True
+
+    def convert(self, key: str, tensor: torch.Tensor) -> Sequence[tuple[str, torch.Tensor]]:
+        """As the trainer does. Collective: no."""
+        return self._view.convert(key, tensor)
+
+    @contextmanager
+    def transfer(self) -> Iterator[None]:
+        """Held around sending, which fails where an average is not complete. Collective: no.
+
+        Raises:
+            AwexDeltaError: `average` failed on this rank, and was not repeated.
+        """
+        if self._done is not None:
+            raise AwexDeltaError(f"average({self._version}) failed on this rank: call it again")
+        self._whole = {}  # of a transfer that never began
+        with self._view.transfer():
+            try:
+                yield
+            finally:
+                self._whole = {}
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The averages that this rank holds, live: fp32 [n] by key. Collective: no."""
+        return dict(self._averages)
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Go on from the averages of a checkpoint. The next update is a full sync.
+
+        Args:
+            state: of `state_dict` on the same rank of a trainer of the same layout.
+
+        Raises:
+            ConfigError: a key or a length differs.
+
+        Collective: no.
+        """
+        sizes = {key: tensor.numel() for key, tensor in state.items()}
+        expected = {key: tensor.numel() for key, tensor in self._averages.items()}
+        if sizes != expected:
+            wrong = sorted(key for key in sizes | expected if sizes.get(key) != expected.get(key))
+            raise ConfigError(f"averages of another layout: {wrong[0]} and {len(wrong) - 1} more differ")
+        for key, tensor in state.items():
+            self._averages[key].copy_(tensor)
+        self._changes.clear()
+        self._based, self._version, self._done = False, None, None
+
+    def _move(self, key: str, policy: torch.Tensor, start: int | None) -> None:
+        """Average one flat tensor. start: its place in the parameter; None records no changes."""
+        done = self._done if self._done is not None else {}
+        average = self._averages[key]
+        for begin in range(done.get(key, 0), average.numel(), _PIECE):
+            old, new = average[begin : begin + _PIECE], policy[begin : begin + _PIECE]
+            if self._alpha < 1.0:  # zero times infinity is no zero
+                new = new * self._alpha + old * (1.0 - self._alpha)
+            found = self._change(key, old, new, start + begin) if start is not None and self._based else None
+            old.copy_(new)
+            done[key] = begin + old.numel()
+            if found is not None:
+                self._changes.setdefault(key, []).append(found)
+
+    @staticmethod
+    def _change(key: str, old: torch.Tensor, new: torch.Tensor, begin: int) -> ChangeSet:
+        code = step_code(round_to_bf16(old), round_to_bf16(new))
+        place = code.nonzero().view(-1)
+        return ChangeSet(key=key, index=place + begin, code=code[place])
+
+    def _copy_buffers(self) -> None:
+        for key, info in self._infos.items():
+            if not info.trained and info.dtype != torch.bfloat16:
+                self._copies[key] = self._view.tensor(key).detach().clone()
+
+
+def _master(owned: OwnedSlice) -> torch.Tensor:
+    if owned.main is None or owned.main.dtype != torch.float32:
+        raise UnsupportedError(f"{owned.key} has no fp32 master, which an average is made of")
+    return owned.main.detach()
+
+
+def _trained(info: WeightInfo, tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.dtype != torch.float32:
+        raise UnsupportedError(f"{info.key} is trained in {tensor.dtype}, without an fp32 master")
+    return tensor.detach()
+
+
+def _merged(changes: list[ChangeSet]) -> list[ChangeSet]:
+    """One change set for several, in the order in which they were made."""
+    if len(changes) < 2:
+        return changes
+    index, inverse = torch.unique(torch.cat([one.index for one in changes]), return_inverse=True)
+    code = torch.zeros(index.numel(), dtype=torch.int8, device=index.device)
+    begin = 0
+    for one in changes:
+        place = inverse[begin : begin + one.num_changed]
+        code[place] = add_codes(code[place], one.code)
+        begin += one.num_changed
+    kept = code.nonzero().view(-1)
+    return [ChangeSet(key=changes[0].key, index=index[kept], code=code[kept])]
