@@ -126,7 +126,7 @@ def stage(
         manifest: of the version.
         parts: live tensors that hold exactly its base, where it is a delta.
         workers: reads at once.
-        on_read: called with the bytes of every finished read, by any thread.
+        on_read: called with the bytes of every finished read, by the calling thread.
 
     Returns:
         Values for every overlap: of a full version as much memory as `parts` have.
@@ -140,17 +140,20 @@ def stage(
     for overlap in find_overlaps(manifest, parts):
         wanted[overlap.entry].append(overlap)
 
-    def read(run: Sequence[TensorEntry]) -> list[Staged]:
+    def read(run: Sequence[TensorEntry]) -> tuple[int, list[Staged]]:
         staged = [
             _unpack(entry, body, overlap)
             for entry, body in _read_run(folder, manifest, run)
             for overlap in wanted[entry]
         ]
-        on_read(sum(entry.size for entry in run))
-        return staged
+        return sum(entry.size for entry in run), staged
 
+    found: list[Staged] = []
     with ThreadPoolExecutor(max_workers=workers) as pool:
-        return [one for staged in pool.map(read, runs(list(wanted))) for one in staged]
+        for num_bytes, staged in pool.map(read, runs(list(wanted))):
+            found += staged
+            on_read(num_bytes)
+    return found
 
 
 def runs(entries: Sequence[TensorEntry]) -> list[list[TensorEntry]]:

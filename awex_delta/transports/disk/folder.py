@@ -101,11 +101,6 @@ class Folder:
         for start in range(0, size, _PIECE_BYTES):
             yield self.read(name, start, min(start + _PIECE_BYTES, size))
 
-    def exists(self, name: str) -> bool:
-        """True where there is a file `name`."""
-        self._fs.invalidate_cache()
-        return bool(self._fs.isfile(self._path(name)))
-
     def versions(self) -> list[int]:
         """Versions that have a folder, ascending. Those without an `INDEX` do not exist yet, or any more."""
         matches = (_VERSION.fullmatch(name) for name in self.names(""))

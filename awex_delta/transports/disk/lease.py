@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Collection
 
@@ -29,7 +28,6 @@ class Lease:
         self._seconds = seconds
         self._oldest: int | None = None
         self._renewed = 0.0
-        self._lock = threading.Lock()
 
     def covers(self, version: int) -> bool:
         """True while nothing from `version` on is removed."""
@@ -42,9 +40,8 @@ class Lease:
 
     def renew(self) -> None:
         """Keep it for longer, where a good part of the time is over."""
-        with self._lock:
-            if self._oldest is not None and time.monotonic() - self._renewed > self._seconds / 4:
-                self._put()
+        if self._oldest is not None and time.monotonic() - self._renewed > self._seconds / 4:
+            self._put()
 
     def end(self) -> None:
         """Keep nothing."""

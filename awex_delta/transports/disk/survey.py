@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -62,16 +61,13 @@ class Survey:
         return tuple(problem for version in self.versions for problem in version.problems)
 
 
-def survey(
-    folder: Folder, *, verify: bool = True, workers: int = 4, on_read: Callable[[int], None] = lambda n: None
-) -> Survey:
+def survey(folder: Folder, *, verify: bool = True, workers: int = 4) -> Survey:
     """Look at every version of a folder.
 
     Args:
         folder: where they are.
         verify: read every byte and compare checksums; otherwise only manifests are read.
         workers: files read at once.
-        on_read: called with the bytes of each file that was read.
 
     Raises:
         OSError: the folder cannot be read.
@@ -83,7 +79,7 @@ def survey(
     if verify:
         jobs = [(manifest, file) for manifest in known for file in manifest.files]
         with ThreadPoolExecutor(max_workers=workers) as pool:
-            results = pool.map(lambda job: _verify(folder, job[0], job[1], on_read), jobs)
+            results = pool.map(lambda job: _verify(folder, job[0], job[1]), jobs)
             for (manifest, _), found in zip(jobs, results, strict=True):
                 damage[manifest.version] += found
     refused = {manifest.id for manifest in known if damage[manifest.version]}
@@ -129,14 +125,13 @@ def _state(
     )
 
 
-def _verify(folder: Folder, manifest: Manifest, file: FileEntry, on_read: Callable[[int], None]) -> list[str]:
+def _verify(folder: Folder, manifest: Manifest, file: FileEntry) -> list[str]:
     """What is wrong with one file; of a damaged one, which tensors."""
     name = f"{version_name(manifest.version)}/{file.name}"
     try:
         whole = xxhash.xxh3_64()
         for piece in folder.read_file(name, file.size):
             whole.update(piece)
-            on_read(len(piece))
         if whole.hexdigest() == file.xxh3:
             return []
         return [f"{name} is damaged: {_damaged_tensors(folder, manifest, file, name)}"]
