@@ -24,11 +24,11 @@ import torch
 
 from awex_delta.detect import detect_changes
 from awex_delta.detect_snapshot import SnapshotBaseline
-from awex_delta.digest import WORTH_COMPILING, salt_of, sum_at, sum_whole
 from awex_delta.numerics.adamw import invert, old_weights
 from awex_delta.types import AdamWStep, Detection, OwnedSlice
 from awex_delta.wire.codec import RegionChange
 from awex_delta.wire.registry import CODECS
+from benchmarks.digests import Digests
 from benchmarks.environment import environment_record
 
 BYTES_READ = 4 + 4 + 4 + 2  # master, two moments, weight
@@ -138,35 +138,6 @@ def wire_bytes(training: Training, detection: Detection) -> int:
     )
 
 
-def new_values(training: Training, found: Detection) -> list[torch.Tensor]:
-    """What is sent for each change set."""
-    starts = [int(changes.key.rpartition(".")[2]) for changes in found.changes]
-    return [
-        training.weight[start:].take(changes.index)
-        for start, changes in zip(starts, found.changes, strict=True)
-    ]
-
-
-def digest_changes(training: Training, found: Detection, sent: list[torch.Tensor]) -> bool:
-    """What verification adds to a delta by default: digests of what a trainer sends, and of an engine's
-    live weights at the same places, read back."""
-    compiled = training.main.numel() >= WORTH_COMPILING
-    both = [
-        [
-            sum_at(changes.index, value, salt_of(changes.key), compiled=compiled)
-            for changes, value in zip(found.changes, values, strict=True)
-        ]
-        for values in (sent, new_values(training, found))
-    ]
-    return torch.stack(both[0]).tolist() == torch.stack(both[1]).tolist()
-
-
-def digest_all(training: Training) -> int:
-    """The digest of all weights, as in a full sync."""
-    compiled = training.main.numel() >= WORTH_COMPILING
-    return int(sum_whole(training.weight, salt_of("weight"), compiled=compiled))
-
-
 def missed(training: Training, detection: Detection) -> int:
     """Truly changed elements that were not found."""
     changed = training.before.view(torch.int16) != training.weight.view(torch.int16)
@@ -227,19 +198,18 @@ def run(*, num_elements: int = 32_000_000, repeats: int = 5) -> dict[str, object
     training = train(num_elements)
     target = torch.empty_like(training.main)
     baseline = snapshot(training)
+    first_call = seconds(lambda: detect(training))
+    detection = detect(training)
+    digests = Digests.of(training.slices(), detection)
     timed: Mapping[str, Callable[[], object]] = {
         "copy": lambda: target.copy_(training.main),
         "detect": lambda: detect(training),
         "snapshot": baseline.detect,
         "eager": lambda: reconstruct_cast_compare(training),
         "certified_eager": lambda: reconstruct_with_bound(training),
-        "digest": lambda: digest_changes(training, found, sent),
-        "digest_all": lambda: digest_all(training),
+        "digest": digests.of_changes,
+        "digest_all": digests.of_all,
     }
-    first_call = seconds(timed["detect"])
-    found = detect(training)
-    sent = new_values(training, found)
-    seconds(lambda: digest_all(training))  # compiles
     samples: dict[str, list[float]] = {name: [] for name in timed}
     for repeat in range(repeats + 1):
         for name, function in timed.items():
@@ -248,7 +218,7 @@ def run(*, num_elements: int = 32_000_000, repeats: int = 5) -> dict[str, object
                 samples[name].append(elapsed)
     median = {name: statistics.median(values) for name, values in samples.items()}
 
-    num_found = found.num_changed
+    num_found = detection.num_changed
     num_changed = int((training.before.view(torch.int16) != training.weight.view(torch.int16)).sum())
     bandwidth = 2 * training.main.nbytes / median["copy"]
     speed = num_elements / median["detect"]
@@ -260,7 +230,7 @@ def run(*, num_elements: int = 32_000_000, repeats: int = 5) -> dict[str, object
         "peak_extra_bytes": peak_extra_bytes(lambda: detect(training)),
         "changed_share": num_changed / num_elements,
         "extra_share": (num_found - num_changed) / max(num_changed, 1),
-        "num_missed": missed(training, found),
+        "num_missed": missed(training, detection),
         "digest_over_detect": median["digest"] / median["detect"],
         "digest_all_over_detect": median["digest_all"] / median["detect"],
         "methods": {
@@ -269,7 +239,7 @@ def run(*, num_elements: int = 32_000_000, repeats: int = 5) -> dict[str, object
                 "commit_seconds": 0.0,  # a step count for each slice
                 "kept_bytes": 0,
                 "peak_extra_bytes": peak_extra_bytes(lambda: detect(training)),
-                "wire_bytes": wire_bytes(training, found),
+                "wire_bytes": wire_bytes(training, detection),
             },
             "snapshot": {
                 "seconds": median["snapshot"],
