@@ -19,16 +19,17 @@ def test_version() -> None:
 
 
 def test_help_names_the_subcommands_without_loading_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("demo", "bench"):
+    for name in ("demo", "bench", "plan"):
         monkeypatch.delitem(sys.modules, f"awex_delta.cli.{name}", raising=False)
     result = CliRunner().invoke(app, ["--help"])
     assert result.exit_code == 0
     assert "demo" in result.output
     assert "bench" in result.output
-    assert not {"awex_delta.cli.demo", "awex_delta.cli.bench"} & sys.modules.keys()
+    assert "plan" in result.output
+    assert not {"awex_delta.cli.demo", "awex_delta.cli.bench", "awex_delta.cli.plan"} & sys.modules.keys()
 
 
-@pytest.mark.parametrize("name", ["demo", "bench"])
+@pytest.mark.parametrize("name", ["demo", "bench", "plan"])
 def test_a_subcommand_gets_its_own_options(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     inner = typer.Typer()
 
