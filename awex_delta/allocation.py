@@ -97,7 +97,12 @@ def parse_allocation(text: str, *, backends: Collection[str]) -> Allocation:
         )
     offset = len(backend) + 1
     if backend in ENGINE_BACKENDS:
-        return Allocation(backend=backend, layout=_parse_layout(text, offset, body, _ENGINE_LETTERS))
+        layout = _parse_layout(text, offset, body, _ENGINE_LETTERS)
+        if backend == "transformers" and layout.world_size != layout.data:
+            raise ConfigError(
+                f"{text!r} splits a transformers model, which runs whole; write for example 'd2'"
+            )
+        return Allocation(backend=backend, layout=layout)
     if not body.startswith("("):
         return Allocation(backend=backend, layout=_parse_layout(text, offset, body, _TRAINER_LETTERS))
     return _parse_hybrid(text, offset, backend)

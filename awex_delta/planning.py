@@ -16,6 +16,7 @@ from awex_delta.environment import worker_environment
 from awex_delta.errors import ConfigError
 from awex_delta.preset import ModelShape
 from awex_delta.schema import RolloutConfig, TrainEngineConfig
+from awex_delta.types import DeltaSettings
 
 SHARES = (0.005, 0.01, 0.03)
 """Shares of changed elements for which a plan says the bytes."""
@@ -98,7 +99,8 @@ class RunPlan:
     rounds: rounds of the transfer schedule.
     conversion_bytes: what a full sync takes on a trainer rank besides, for converted weights.
     detection_bytes: what a delta of the largest of `SHARES` takes on a trainer rank besides, without frames.
-    accumulate_bytes: what is kept from step to step with `weight_update_delta_accumulate`; else 0.
+    kept_bytes: what a trainer rank keeps between updates: a byte an owned element with
+        `weight_update_delta_accumulate`, the old weights with the method `snapshot`, else 0.
     environment: what a launcher must export to every worker.
     """
 
@@ -115,7 +117,7 @@ class RunPlan:
     engine_memory: Memory
     conversion_bytes: int
     detection_bytes: int
-    accumulate_bytes: int
+    kept_bytes: int
     full_bytes: int
     encoding: str
     traffic: tuple[Traffic, ...]
@@ -209,7 +211,7 @@ def _plan(resolved: ResolvedDelta, topology: Topology, shape: ModelShape) -> Run
         conversion_bytes=_BF16 * local,
         # A position of 8 bytes, a code of 1 and a value of 2 for each change.
         detection_bytes=int(max(SHARES) * owned * 11),
-        accumulate_bytes=owned if resolved.settings.accumulate else 0,
+        kept_bytes=owned * _kept_per_element(resolved.settings),
         full_bytes=full_bytes,
         encoding=resolved.settings.encoding,
         traffic=tuple(
@@ -227,6 +229,10 @@ def _plan(resolved: ResolvedDelta, topology: Topology, shape: ModelShape) -> Run
         ),
         environment=worker_environment(resolved),
     )
+
+
+def _kept_per_element(settings: DeltaSettings) -> int:
+    return _BF16 if settings.method == "snapshot" else int(settings.accumulate)
 
 
 def _dense_on_a_rank(counts: Counts, layout: Parallelism) -> int:

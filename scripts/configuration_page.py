@@ -54,6 +54,7 @@ _ALLOCATIONS = """\
 | `megatron:(attn:d2p1t4\\|ffn:d1p1e8)` | 8, with experts (`e`) spread over all of them |
 | `sglang:d2t4p1` | 8, as two replicas |
 | `vllm:t2` | 2 |
+| `transformers:d2` | 2, each a whole model |
 
 The two halves of a hybrid arrange the same ranks, so their products and their `p` must agree. Trainer and
 engine ranks together must be a power of two, unless `world_size_policy: any`.

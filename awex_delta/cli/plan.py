@@ -104,8 +104,8 @@ def show(found: RunPlan, console: Console) -> None:
     rows.add_row(
         "", f"and in a delta of {max(SHARES):.1%} {_size(found.detection_bytes)} of positions, and frames"
     )
-    if found.accumulate_bytes:
-        rows.add_row("", f"and from step to step {_size(found.accumulate_bytes)} of summed codes")
+    if found.kept_bytes:
+        rows.add_row("", f"and between updates {_size(found.kept_bytes)}")
     rows.add_row("memory, engine rank", _memory(found.engine_memory))
     rows.add_row("full sync", f"{_size(found.full_bytes)} over all engines")
     console.print(rows)

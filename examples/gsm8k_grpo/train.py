@@ -10,24 +10,31 @@ sample a group of completions for each problem, reward exact answers, take the o
 from __future__ import annotations
 
 import argparse
-import hashlib
 import os
 import random
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from rich.console import Console
 from torch._C._distributed_c10d import HashStore
 
-from awex_delta import ConfigError, Rendezvous, Sender, UpdateStats, attach_megatron, host_store, resolve
+from awex_delta import (
+    ConfigError,
+    Rendezvous,
+    RunLog,
+    Sender,
+    UpdateStats,
+    attach_megatron,
+    host_store,
+    resolve,
+)
 from awex_delta.allocation import ENGINE_BACKENDS, TRAINER_BACKENDS, parse_allocation
 from awex_delta.cli.plan import plan_preset
 from awex_delta.cli.plan import show as show_plan
-from awex_delta.runlog import RunLog
 from examples.gsm8k_grpo.policy import GPU, Batch, Loss, Policy, build_policy
 from examples.gsm8k_grpo.problems import (
     HubTokenizer,
@@ -37,6 +44,7 @@ from examples.gsm8k_grpo.problems import (
     load_problems,
     reward,
 )
+from examples.gsm8k_grpo.progress import digest, show, weights_digest
 from examples.gsm8k_grpo.rollouts import Request, Rollouts, Tokens, start_rollouts
 from examples.gsm8k_grpo.settings import Settings, load_settings, preset_path
 
@@ -198,7 +206,7 @@ def move_weights(sender: Sender, rollouts: Rollouts | None, version: int) -> Upd
     return in_both(partial(rollouts.update_weights, version), partial(sender.update_weights, version))
 
 
-def rounds(run: Run, sender: Sender, rollouts: Rollouts | None, log: RunLog | None) -> list[float]:
+def rounds(run: Run, sender: Sender, rollouts: Rollouts | None, log: RunLog) -> list[float]:
     """All rounds. Version v is what the engines hold after v - 1 rounds; the last one is only sampled.
 
     Returns:
@@ -212,45 +220,17 @@ def rounds(run: Run, sender: Sender, rollouts: Rollouts | None, log: RunLog | No
         groups = sample(run, rollouts, chosen, seed=run.settings.run.seed * 100_003 + version)
         rewards = run.rewards(chosen, groups)
         history.append(rewards.mean().item())
-        if log is not None:
-            facts: dict[str, str | float] = {
-                "reward": history[-1],
-                "tokens": digest(groups),
-                "weights": weights_digest(run.policy),
-            }
-            log.append(stats, changed_by=sender.changed_by, extra=facts)
+        facts: dict[str, str | float] = {
+            "reward": history[-1],
+            "tokens": digest(groups),
+            "weights": weights_digest(run.policy),
+        }
+        log.append(stats, changed_by=sender.changed_by, extra=facts)
+        if rollouts is not None:
             show(stats, history)
         if version <= num_updates:
             run.train(chosen, groups, rewards)
     return history
-
-
-def digest(value: Any) -> str:
-    """A short name of nested lists of tokens, equal only for equal ones."""
-    return hashlib.sha256(repr(value).encode()).hexdigest()[:16]
-
-
-def weights_digest(policy: Policy) -> str:
-    """A short name of the bits of this rank's weights."""
-    whole = hashlib.sha256()
-    for chunk in policy.chunks:
-        for name, param in chunk.named_parameters():
-            whole.update(name.encode())
-            whole.update(param.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
-    return whole.hexdigest()[:16]
-
-
-def show(stats: UpdateStats, history: Sequence[float]) -> None:
-    """One line of output for a version."""
-    recent = history[-8:]
-    changed = f"{stats.total_changed / stats.total_owned:.1%}" if stats.total_owned else "-"
-    print(
-        f"version {stats.version:4d}  {stats.verdict!s:.40s}  changed {changed:>6}  "
-        f"{stats.total_wire_bytes:>13,} bytes ({stats.total_wire_bytes / stats.full_bytes:6.1%} of full)  "
-        f"{sum(stats.seconds.values()):.2f} s  reward {history[-1]:.3f}, of the last {len(recent)}: "
-        f"{sum(recent) / len(recent):.3f}",
-        flush=True,
-    )
 
 
 # --- Start --------------------------------------------------------------------------------------------
@@ -282,7 +262,14 @@ def run(settings: Settings) -> list[float]:
         if settings.grpo.kl_coefficient:
             policy.keep_reference()
         connect(sender, rollouts)
-        log = RunLog(settings.run.log, settings=delta, model=path or "random weights") if first else None
+        log = RunLog(
+            settings.run.log,
+            settings=delta,
+            rank=dist.get_rank(),
+            num_ranks=dist.get_world_size(),
+            model=path or "random weights",
+            topology={"trainer": settings.actor.backend, "engines": settings.rollout.backend},
+        )
         history = rounds(one, sender, rollouts, log)
         sender.close()
         return history

@@ -93,3 +93,12 @@ def test_four_minibatches_a_round_travel_in_one_delta(tmp_path: Path) -> None:
     assert [line.kind for line in delta] == ["full", "delta", "delta", "delta"]
     assert [line.extra for line in delta] == [line.extra for line in full]
     assert all(line.total_changed for line in delta[1:])
+
+
+@pytest.mark.timeout(300)
+def test_vllm_samples_on_a_cpu(tmp_path: Path) -> None:
+    pytest.importorskip("vllm", reason="vLLM is not installed: make vllm")
+    lines = Training(tmp_path, "vllm", "tiny_vllm", [*SMALL, "grpo.num_updates=2"]).lines()
+    assert [line.kind for line in lines] == ["full", "delta", "delta"]
+    # What vLLM says at once earns as much as what a transformers model of the same weights says.
+    assert 0.2 < rewards(lines)[0] < 0.6

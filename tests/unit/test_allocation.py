@@ -104,6 +104,14 @@ def test_engines_take_only_data_pipeline_and_tensor(text: str) -> None:
         parse_allocation(text, backends=ENGINE_BACKENDS)
 
 
+def test_a_transformers_engine_runs_whole_models() -> None:
+    allocation = parse_allocation("transformers:d2", backends=ENGINE_BACKENDS)
+    assert allocation.layout == Parallelism(data=2)
+    assert parse_allocation(str(allocation), backends=ENGINE_BACKENDS) == allocation
+    with pytest.raises(ConfigError, match="'transformers:t2' splits a transformers model"):
+        parse_allocation("transformers:t2", backends=ENGINE_BACKENDS)
+
+
 @given(data=sizes, pipeline=sizes, tensor=sizes, context=sizes)
 def test_text_survives_a_round_trip(data: int, pipeline: int, tensor: int, context: int) -> None:
     layout = Parallelism(data=data, pipeline=pipeline, tensor=tensor, context=context)

@@ -158,7 +158,11 @@ CROSS_REFUSALS: list[tuple[Mapping[str, object], Mapping[str, object], list[str]
     (
         {"weight_update_verify": "off", "weight_update_verify_interval": 4},
         {},
-        ["train.weight_update_verify_interval = 4", "nothing is compared", "Remedy: set weight_update_verify"],
+        [
+            "train.weight_update_verify_interval = 4",
+            "nothing is compared",
+            "Remedy: set weight_update_verify",
+        ],
     ),
     ({"use_lora": True}, {}, ["train.use_lora = True", "adapters", "Remedy: set use_lora: false"]),
     (

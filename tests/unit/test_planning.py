@@ -138,9 +138,12 @@ def test_a_model_that_does_not_divide_is_refused_with_the_letter() -> None:
         plan_run(train, RolloutConfig(backend="vllm:d4"), TINY)
 
 
-def test_accumulating_takes_a_byte_an_owned_element() -> None:
+def test_what_is_kept_between_updates() -> None:
     plan = plan_preset(PRESETS / "tiny_accumulate.yaml")
-    assert plan.accumulate_bytes == plan.owned_elements == plan.parameters.total
+    assert plan.kept_bytes == plan.owned_elements == plan.parameters.total
+    snapshot = plan_preset(PRESETS / "tiny_cpu.yaml", ["actor.weight_update_delta_method=snapshot"])
+    assert snapshot.kept_bytes == 2 * plan.owned_elements
+    assert plan_preset(LARGE).kept_bytes == 0
 
 
 def test_the_command_prints_the_same_numbers_as_json() -> None:

@@ -1,0 +1,40 @@
+"""What a run says about itself: one line a version, and short names of tokens and weights."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from awex_delta import UpdateStats
+from examples.gsm8k_grpo.policy import Policy
+
+
+def digest(value: Any) -> str:
+    """A short name of nested lists of tokens, equal only for equal ones."""
+    return hashlib.sha256(repr(value).encode()).hexdigest()[:16]
+
+
+def weights_digest(policy: Policy) -> str:
+    """A short name of the bits of this rank's weights."""
+    whole = hashlib.sha256()
+    for chunk in policy.chunks:
+        for name, param in chunk.named_parameters():
+            whole.update(name.encode())
+            whole.update(param.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return whole.hexdigest()[:16]
+
+
+def show(stats: UpdateStats, history: Sequence[float]) -> None:
+    """One line of output for a version."""
+    recent = history[-8:]
+    changed = f"{stats.total_changed / stats.total_owned:.1%}" if stats.total_owned else "-"
+    print(
+        f"version {stats.version:4d}  {stats.verdict!s:.40s}  changed {changed:>6}  "
+        f"{stats.total_wire_bytes:>13,} bytes ({stats.total_wire_bytes / stats.full_bytes:6.1%} of full)  "
+        f"{sum(stats.seconds.values()):.2f} s  reward {history[-1]:.3f}, of the last {len(recent)}: "
+        f"{sum(recent) / len(recent):.3f}",
+        flush=True,
+    )
