@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import importlib
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.status import Status
 from rich.table import Table
 
+from awex_delta.cli.output import STDOUT, check_output, write_json
+
 app = typer.Typer(
-    no_args_is_help=True, help="Measure detection, encodings and synchronization on this machine."
+    no_args_is_help=True,
+    add_completion=False,
+    help="Measure detection, encodings and synchronization on this machine.",
 )
 
 METHOD_FIELDS = ("seconds", "commit_seconds", "kept_bytes", "peak_extra_bytes", "wire_bytes")
@@ -28,7 +32,9 @@ def detect(
     repeats: Annotated[int, typer.Option(help="Samples of each kind.", min=1)] = 5,
 ) -> None:
     """Detection against a measured memory copy, eager reconstruct, cast and compare, and a snapshot."""
-    record = _benchmark("detect").run(num_elements=elements, repeats=repeats)
+    check_output("--json", json_path)
+    with _measuring():
+        record = _benchmark("detect").run(num_elements=elements, repeats=repeats)
     _show(
         record,
         json_path,
@@ -41,7 +47,7 @@ def detect(
             "digest_all_over_detect",
         ),
     )
-    if str(json_path) == "-":
+    if json_path == STDOUT:
         return
     table = Table("method", *(name.replace("_", " ") for name in METHOD_FIELDS))
     for method, row in record["methods"].items():
@@ -61,12 +67,14 @@ def sync(
 
     Then deltas into a live vLLM, where it is installed, against a bare scatter and vLLM's own sparse loader.
     """
-    module, links = _benchmark("sync"), _benchmark("link")
+    check_output("--json", json_path)
+    links = _benchmark("link")
     known = [links.LOOPBACK, *links.SPEEDS]
     if link not in known:
-        raise typer.BadParameter(f"{link!r} is none of {', '.join(known)}", param_hint="--link")
+        raise typer.BadParameter(f"{link!r} is none of {', '.join(known)}.", param_hint="--link")
     try:
-        record = module.run(link=link, repeats=repeats)
+        with _measuring():
+            record = _benchmark("sync").run(link=link, repeats=repeats)
     except links.NoLinkError as error:
         Console(stderr=True).print(str(error))
         raise typer.Exit(2) from error
@@ -101,10 +109,11 @@ def wire(
     repeats: Annotated[int, typer.Option(help="Samples of each kind.", min=1)] = 7,
 ) -> None:
     """Every encoding against zstd over a whole-tensor XOR, and against the entropy of a change."""
-    record = _benchmark("wire").run(num_elements=elements, repeats=repeats)
-    text = json.dumps(record, indent=2)
-    if str(json_path) == "-":
-        typer.echo(text)
+    check_output("--json", json_path)
+    with _measuring():
+        record = _benchmark("wire").run(num_elements=elements, repeats=repeats)
+    write_json(json_path, record)
+    if json_path == STDOUT:
         return
     table = Table("scenario", "encoding", "changed", "B/change", "entropy", "encode M/s", "decode M/s")
     for row in record["rows"]:
@@ -118,8 +127,11 @@ def wire(
             f"{row['decode_changes_per_second'] / 1e6:.1f}",
         )
     Console().print(table)
-    if json_path is not None:
-        json_path.write_text(text)
+
+
+def _measuring() -> Status:
+    """Something that moves in a terminal while minutes pass."""
+    return Console(stderr=True).status("Measuring; a minute or some")
 
 
 def _benchmark(name: str) -> Any:
@@ -135,9 +147,8 @@ def _benchmark(name: str) -> Any:
 
 
 def _show(record: dict[str, Any], json_path: Path | None, fields: tuple[str, ...]) -> None:
-    text = json.dumps(record, indent=2)
-    if json_path is not None and str(json_path) == "-":
-        typer.echo(text)
+    write_json(json_path, record)
+    if json_path == STDOUT:
         return
     table = Table("measured", "value")
     for field in fields:
@@ -147,8 +158,6 @@ def _show(record: dict[str, Any], json_path: Path | None, fields: tuple[str, ...
             f"{kind}, seconds by phase", ", ".join(f"{name} {value:.3f}" for name, value in phases.items())
         )
     Console().print(table)
-    if json_path is not None:
-        json_path.write_text(text)
 
 
 def _number(value: object) -> str:

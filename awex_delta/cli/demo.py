@@ -38,7 +38,9 @@ def demo(
     seed: Annotated[int, typer.Option(help="Of the weights and the batches.")] = 0,
     layers: Annotated[int, typer.Option(help="Layers of the model.")] = 2,
     hidden: Annotated[int, typer.Option(help="Hidden size, a multiple of 32.")] = 128,
-    json_path: Annotated[Path | None, typer.Option("--json", help="Write a report to this file.")] = None,
+    json_path: Annotated[
+        Path | None, typer.Option("--json", help="Write a report to this file; - for stdout.")
+    ] = None,
     fault: Annotated[
         str,
         typer.Option(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias, get_args
 
+from awex_delta.cli.output import can_write
 from awex_delta.errors import ConfigError
 
 ModelName: TypeAlias = Literal["qwen3", "qwen3-moe"]
@@ -242,5 +243,5 @@ def choose_fault(text: str) -> FaultName:
 
 def check_json_path(path: Path | None) -> None:
     """Refuse a report that could not be written. Raises ConfigError. Collective: no."""
-    if path is not None and (path.is_dir() or not path.parent.is_dir()):
+    if not can_write(path):
         raise ConfigError(f"--json {path}: give a file in a folder that exists")

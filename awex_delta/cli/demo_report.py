@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import platform
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ from rich import box
 from rich.table import Table
 
 from awex_delta._version import __version__
+from awex_delta.cli import output
 from awex_delta.cli.demo_plan import DemoPlan
 from awex_delta.cli.demo_run import RunResult, VersionRecord
 
@@ -88,7 +88,7 @@ def _committed_cells(record: VersionRecord) -> dict[str, str]:
 
 
 def write_json(path: Path, runs: Sequence[FinishedRun]) -> None:
-    """Write the report. Its shape is described in docs/en/demo.md. Collective: no."""
+    """Write the report, or print it for `-`. Its shape is described in docs/en/demo.md. Collective: no."""
     report = {
         "runs": [
             {
@@ -107,4 +107,4 @@ def write_json(path: Path, runs: Sequence[FinishedRun]) -> None:
             **{name: version(name) for name in _PACKAGES},
         },
     }
-    path.write_text(json.dumps(report, indent=2) + "\n")
+    output.write_json(path, report)

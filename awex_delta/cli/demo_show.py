@@ -13,6 +13,7 @@ from awex_delta.cli.demo_fleet import Fleet
 from awex_delta.cli.demo_plan import DemoPlan
 from awex_delta.cli.demo_report import FinishedRun, add_row, new_table, write_json
 from awex_delta.cli.demo_run import PROMPT, DemoRun, RunResult, VersionRecord
+from awex_delta.cli.output import STDOUT
 
 _WIDE = 120
 _FILE_WIDTH = 128
@@ -31,9 +32,9 @@ def run_all(plans: list[DemoPlan], json_path: Path | None, folder: Path) -> int:
 
     Collective: no.
     """
-    console = Console()
+    console = Console(stderr=json_path == STDOUT)
     if not console.is_terminal:
-        console = Console(width=_FILE_WIDTH)
+        console = Console(width=_FILE_WIDTH, stderr=json_path == STDOUT)
     finished: list[FinishedRun] = []
     for plan in plans:
         result = _run_one(plan, folder / plan.model, console)

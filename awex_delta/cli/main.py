@@ -3,21 +3,50 @@
 from __future__ import annotations
 
 import importlib
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from awex_delta._version import __version__
 
+SUBCOMMANDS = {
+    "demo": "Train a small model and watch engines follow it bit by bit.",
+    "bench": "Measure detection, packing and transfer on this machine.",
+    "plan": "Say what a run will need, without starting it.",
+    "gateway": "Serve the HTTP control plane: connect, update, disconnect.",
+    "verify": "Compare a trainer's checkpoint with an engine, bit by bit.",
+    "report": "Make one HTML page of a training's RUN.jsonl.",
+    "pull": "Keep a local HF checkpoint at the newest version of a folder.",
+    "inspect": "Print the chain of versions in a folder, and whether it is whole.",
+}
+"""Name and help of each; the module of that name in `awex_delta.cli` holds it as `app`."""
+
+
+class LazyGroup(TyperGroup):
+    """Puts the real subcommand in place of its stub when one is run, completed, or asked for help."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Name, command and remaining arguments; the module of the command is loaded here."""
+        name, command, rest = super().resolve_command(ctx, args)
+        return name, load(name) if name in SUBCOMMANDS else command, rest
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the subcommand; a refused value is named with what to give in its place."""
+        words = list(ctx.args)
+        try:
+            return super().invoke(ctx)
+        except typer.BadParameter as error:
+            error.message = _explain(error.message, error.param, words)
+            raise
+
+
 app = typer.Typer(
     name="awex-delta",
+    cls=LazyGroup,
     help="Send to inference engines only the weights that an AdamW step changed.",
     no_args_is_help=True,
-    add_completion=False,
 )
-
-# The subcommand parses its own options, `--help` included.
-_FORWARD = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 
 @app.callback(invoke_without_command=True)
@@ -37,57 +66,36 @@ def root(
         raise typer.Exit
 
 
-@app.command(context_settings=_FORWARD, help="Train a small model and watch engines follow it bit by bit.")
-def demo(context: typer.Context) -> None:
-    """Run the demonstration."""
-    _run("demo", context)
+def load(name: str) -> Any:
+    """Import a subcommand's module and make its command, which may hold further ones."""
+    return typer.main.get_command(importlib.import_module(f"awex_delta.cli.{name}").app)
 
 
-@app.command(context_settings=_FORWARD, help="Measure detection, packing and transfer on this machine.")
-def bench(context: typer.Context) -> None:
-    """Run the benchmarks."""
-    _run("bench", context)
+def _stub() -> None:
+    """Stands for a subcommand in the list of all; `LazyGroup` loads the real one."""
 
 
-@app.command(context_settings=_FORWARD, help="Serve the HTTP control plane: connect, update, disconnect.")
-def gateway(context: typer.Context) -> None:
-    """Serve the gateway."""
-    _run("gateway", context)
+for _name, _help in SUBCOMMANDS.items():
+    app.command(_name, help=_help)(_stub)
 
 
-@app.command(context_settings=_FORWARD, help="Say what a run will need, without starting it.")
-def plan(context: typer.Context) -> None:
-    """Plan a run."""
-    _run("plan", context)
+def _explain(message: str, param: Any, words: list[str]) -> str:
+    """A refusal with the value that was given and what the option takes, as far as its default tells.
+
+    Args:
+        message: typer's own.
+        param: what it is about; None where a command refused by itself, and said all.
+        words: of the command line.
+    """
+    if param is None or not isinstance(param.default, int | float) or isinstance(param.default, bool):
+        return message
+    given = [value for word, value in _pairs(words) if word in param.opts]
+    value = f"{given[-1]!r} is refused: " if given and repr(given[-1]) not in message else ""
+    kind = "whole number" if isinstance(param.default, int) else "number"
+    return f"{value}{message.rstrip('.')}. Give a {kind}, such as {param.default}."
 
 
-@app.command(context_settings=_FORWARD, help="Make one HTML page of a training's RUN.jsonl.")
-def report(context: typer.Context) -> None:
-    """Draw the report."""
-    _run("report", context)
-
-
-@app.command(context_settings=_FORWARD, help="Compare a trainer's checkpoint with an engine, bit by bit.")
-def verify(context: typer.Context) -> None:
-    """Compare two sides."""
-    _run("verify", context)
-
-
-@app.command(context_settings=_FORWARD, help="Keep a local HF checkpoint at the newest version of a folder.")
-def pull(context: typer.Context) -> None:
-    """Pull versions."""
-    _run("pull", context)
-
-
-@app.command(
-    context_settings=_FORWARD, help="Print the chain of versions in a folder, and whether it is whole."
-)
-def inspect(context: typer.Context) -> None:
-    """Inspect a folder."""
-    _run("inspect", context)
-
-
-def _run(name: str, context: typer.Context) -> None:
-    """Hand the remaining arguments to the subcommand."""
-    module = importlib.import_module(f"awex_delta.cli.{name}")
-    module.app(args=context.args, prog_name=f"awex-delta {name}")
+def _pairs(words: list[str]) -> list[tuple[str, str]]:
+    """Each word with what may be its value: the next word, or what follows `=` in it."""
+    inside = [(name, value) for name, is_pair, value in (word.partition("=") for word in words) if is_pair]
+    return [*zip(words, words[1:], strict=False), *inside]

@@ -21,20 +21,25 @@ def check_output(option: str, path: Path | None) -> None:
     Raises:
         typer.BadParameter: names the file and the cause. Nothing is left behind.
     """
+    if not can_write(path):
+        raise typer.BadParameter(
+            f"{str(path)!r} cannot be written. Give a file in a folder that exists.", param_hint=option
+        )
+
+
+def can_write(path: Path | None) -> bool:
+    """True where a file could be written, by opening it; also for None and `-` (stdout)."""
     if path is None or path == STDOUT:
-        return
+        return True
     existed = path.exists()
     try:
         with path.open("a", encoding="utf-8"):
             pass
-    except OSError as error:
-        cause = (error.strerror or str(error)).lower()
-        raise typer.BadParameter(
-            f"{str(path)!r} cannot be written ({cause}). Give a file in a folder that exists.",
-            param_hint=option,
-        ) from error
+    except OSError:
+        return False
     if not existed:
         path.unlink()
+    return True
 
 
 def write_json(path: Path | None, record: Any) -> None:

@@ -16,6 +16,7 @@ from awex_delta.verdict import Reason
 from awex_delta.wire.codec import RegionChange
 from awex_delta.wire.frame import FrameIdentity, pack_frame
 from awex_delta.wire.registry import CODECS
+from scripts import cli_page
 from scripts.reasons_page import EXCEPTIONS, REASONS, page
 from tests.contract.sources import PACKAGE, ROOT
 
@@ -135,6 +136,11 @@ def test_every_reason_and_exception_has_advice() -> None:
     for advice in (*REASONS.values(), *EXCEPTIONS.values()):
         assert advice.cause.endswith(".")
         assert advice.remedy.endswith(".")
+
+
+def test_the_page_of_commands_is_current() -> None:
+    current = (ROOT / "docs" / "en" / "cli.md").read_text(encoding="utf-8")
+    assert current == cli_page.page(), "docs/en/cli.md is out of date: make docs"
 
 
 def header_rows() -> list[tuple[int, int, str]]:

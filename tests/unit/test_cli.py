@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -10,7 +13,8 @@ import typer
 from typer.testing import CliRunner
 
 from awex_delta._version import __version__
-from awex_delta.cli.main import app
+from awex_delta.cli.main import SUBCOMMANDS, app
+from awex_delta.cli.output import write_json
 
 
 def test_version() -> None:
@@ -50,3 +54,76 @@ def test_a_subcommand_gets_its_own_options(name: str, monkeypatch: pytest.Monkey
 
 def test_an_unknown_subcommand_is_refused() -> None:
     assert CliRunner().invoke(app, ["demonstrate"]).exit_code == 2
+
+
+def said(arguments: list[str]) -> str:
+    """What a refused command line prints, without the frame around it."""
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 2, result.output
+    return " ".join(result.output.replace("│", " ").split())
+
+
+def test_a_wrong_word_is_answered_with_the_right_one() -> None:
+    assert "Did you mean 'report'" in said(["reprot"])
+    assert "Did you mean 'sync'" in said(["bench", "snyc"])
+    assert "--steps" in said(["demo", "--stpes", "3"])
+
+
+def test_a_value_of_a_wrong_type_is_named_with_its_option_and_the_remedy() -> None:
+    for words in (["--steps", "x"], ["--steps=x"]):
+        answer = said(["demo", *words])
+        assert "Invalid value for '--steps': 'x' " in answer
+        assert "Give a whole number, such as 8." in answer
+    assert "Give a number, such as 3e-06." in said(["demo", "--lr", "fast"])
+    assert "Give a whole number, such as 3." in said(["bench", "sync", "--repeats", "0"])
+
+
+def test_benchmarks_refuse_before_anything_heavy_is_imported(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delitem(sys.modules, "benchmarks.sync", raising=False)
+    assert "'2gbit' is none of loopback, 1gbit, 100mbit" in said(["bench", "sync", "--link", "2gbit"])
+    assert "cannot be written" in said(["bench", "sync", "--json", str(tmp_path / "absent" / "x.json")])
+    assert "benchmarks.sync" not in sys.modules
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_shell_completes_commands_and_their_options(tmp_path: Path) -> None:
+    def completed(words: str) -> set[str]:
+        environment = {
+            "PATH": str(tmp_path),
+            "PYTHONPATH": ":".join(sys.path),
+            "_AWEX_DELTA_COMPLETE": "complete_bash",
+            "COMP_WORDS": f"awex-delta {words}",
+            "COMP_CWORD": str(len(words.split(" "))),
+        }
+        code = "from awex_delta.cli.main import app; app(prog_name='awex-delta')"
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=50,
+        )
+        return set(done.stdout.split())
+
+    assert completed("re") == {"report"}
+    assert {"--json", "--output"} <= completed("report --")
+    assert "sync" in completed("bench s")
+
+
+def test_json_goes_to_a_file_or_to_stdout_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_json(None, {"a": 1})
+    write_json(tmp_path / "a.json", {"a": 1})
+    assert capsys.readouterr().out == ""
+    write_json(Path("-"), {"a": 1})
+    assert json.loads(capsys.readouterr().out) == json.loads((tmp_path / "a.json").read_text()) == {"a": 1}
+
+
+def test_every_command_can_answer_in_json() -> None:
+    from scripts.cli_page import page
+
+    sections = page().split("\n## ")[1:]
+    assert {section.split()[1] for section in sections} == set(SUBCOMMANDS)
+    assert [section.split()[1] for section in sections if "--json" not in section] == ["gateway", "pull"]
