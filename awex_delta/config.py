@@ -87,6 +87,7 @@ def resolve(train: TrainEngineConfig, rollout: RolloutConfig) -> ResolvedDelta:
         encoding=train.weight_update_delta_encoding,
         verify=train.weight_update_verify,
         verify_interval=train.weight_update_verify_interval,
+        bucket_bytes=train.weight_update_bucket_bytes,
         allow_any_world_size=train.world_size_policy == "any",
         method=train.weight_update_delta_method,
         accumulate=train.weight_update_delta_accumulate,
@@ -193,6 +194,13 @@ def _disk_problems(train: TrainEngineConfig) -> Iterator[str]:
                 url,
                 "weight_update_transport = 'disk' needs a folder",
                 "name one that trainer and engines reach, such as /shared/run or s3://bucket/run",
+            )
+        if train.weight_update_delta_encoding == "ulp_context":
+            yield _problem(
+                "train.weight_update_delta_encoding",
+                "ulp_context",
+                "what is in a folder must be readable without the weights that it builds on",
+                "set weight_update_delta_encoding: ulp_zstd",
             )
         if train.weight_update_release_grad_buffers:
             yield _problem(

@@ -66,6 +66,42 @@ class Relocation:
         pick = torch.arange(run.numel(), device=index.device) + (first - count.cumsum(0) + count)[run]
         return index[pick] + (dst - src)[run], pick
 
+    def take(self, flat: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+        """What the HF tensor holds at flat positions `start` to `stop`.
+
+        Args:
+            flat: the local parameter, flat.
+            start, stop: half-open range of positions in the HF tensor.
+
+        Returns:
+            [stop - start], dtype of `flat`; an alias where it lies together.
+
+        Collective: no.
+        """
+        bounds = torch.tensor([start, stop - 1])
+        first, last = (torch.searchsorted(self.dst, bounds, right=True) - 1).tolist()
+        rows = torch.stack((self.src, self.dst, self.length))[:, max(first, 0) : last + 1].T.tolist()
+        parts = []
+        for src, dst, length in rows:
+            begin, end = max(start - dst, 0), min(stop - dst, length)
+            parts.append(flat[src + begin : src + end])
+        return parts[0] if len(parts) == 1 else torch.cat([flat[:0], *parts])
+
+    def ranges(self, start: int, stop: int) -> tuple[tuple[int, int], ...]:
+        """Where positions `start` to `stop` of the local parameter go: ascending ranges, none beside another.
+
+        Collective: no.
+        """
+        begin = torch.clamp(self.src, min=start)
+        end = torch.clamp(self.src + self.length, max=stop)
+        shift, found = self.dst - self.src, list[tuple[int, int]]()
+        for a, b in torch.stack((begin + shift, end + shift))[:, begin < end].T.tolist():
+            if found and found[-1][1] == a:
+                found[-1] = (found[-1][0], b)
+            else:
+                found.append((a, b))
+        return tuple(found)
+
 
 class ChangedTensor(NamedTuple):
     """Changed elements of one HF tensor: ascending flat positions int64, and the whole new tensor."""

@@ -30,6 +30,7 @@ _OPTIONAL_VARIABLES: Mapping[str, str] = {
     "DTE_DELTA_ENCODING": "encoding",
     "DTE_VERIFY": "verify",
     "DTE_VERIFY_INTERVAL": "verify_interval",
+    "DTE_BUCKET_BYTES": "bucket_bytes",
     "DTE_ALLOW_ANY_WORLD_SIZE": "allow_any_world_size",
     "DTE_DELTA_METHOD": "method",
     "DTE_DELTA_ACCUMULATE": "accumulate",
@@ -135,7 +136,7 @@ def _flag(source: Mapping[str, str], variable: str) -> bool:
 
 def _count(source: Mapping[str, str], variable: str) -> int:
     value = source.get(variable, "")
-    if not re.fullmatch(r"[0-9]{1,9}", value):
+    if not re.fullmatch(r"[0-9]{1,10}", value):
         raise _refused(source, variable, "it must be a whole number of 0 or more")
     return int(value)
 

@@ -9,7 +9,10 @@
     ├── NumericsError          a formula was asked for outside its domain (also a ValueError)
     ├── WireError              bytes from a peer cannot be used
     │   ├── CorruptFrameError  the bytes are damaged
-    │   └── StaleFrameError    the bytes are whole, but of another run, version or plan
+    │   ├── StaleFrameError    the bytes are whole, but of another run, version or plan
+    │   └── FrameOrderError    the bytes are whole and ours, but not the next ones
+    │       ├── RepeatedFrameError  they came before
+    │       └── MissingFrameError   some that belong before them did not come
     └── UpdateError            an update did not commit; the next one is a full sync
         ├── UpdateAborted      a rank reported a failure, all ranks gave the update up
         │   └── VerificationError  an engine's live weights are not the trainer's
@@ -59,6 +62,18 @@ class CorruptFrameError(WireError):
 
 class StaleFrameError(WireError):
     """A frame is whole, but belongs to another run, base version or plan."""
+
+
+class FrameOrderError(WireError):
+    """A frame is whole and of this update, but not the next of its sender."""
+
+
+class RepeatedFrameError(FrameOrderError):
+    """A frame came a second time."""
+
+
+class MissingFrameError(FrameOrderError):
+    """A frame came before another that belongs in front of it, or that one never came."""
 
 
 class UpdateError(AwexDeltaError):

@@ -5,28 +5,28 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from awex_delta.comm import Comm
-from awex_delta.engines.tensors import gather_from, scatter_into
+from awex_delta.engines.tensors import gather_from, read_range, scatter_into, write_range
 from awex_delta.errors import LayoutError
+from awex_delta.pipeline import receive_frames
 from awex_delta.plan.agreement import Decision, Proposal, check_arrived
 from awex_delta.plan.ledger import EngineLedger, check_version
 from awex_delta.plan.regions import Region, dense_volume
 from awex_delta.plan.specs import EngineSpec, TensorSpec, dtype_name
 from awex_delta.rendezvous import Rendezvous
 from awex_delta.session import Session, Stopwatch
+from awex_delta.staging import StagedChange, Staging
 from awex_delta.types import DeltaSettings, EngineView, UpdateStats
 from awex_delta.verdict import Kind
 from awex_delta.verify import Verifier
-from awex_delta.wire.codec import RegionChange, settle
-from awex_delta.wire.frame import unpack_frame
+from awex_delta.wire.codec import Context, RegionChange, settle
 
 logger = logging.getLogger(__name__)
-
-Staged = list[tuple[Region, RegionChange]]
 
 
 class Receiver:
@@ -215,56 +215,44 @@ class Receiver:
         """Stage every frame, agree, then write. Nothing is written before all ranks have staged."""
         self._session.agree("encode", "")
         watch.lap("encode")
-        frames: list[tuple[int, torch.dtype, torch.Tensor]] = []
+        staging = Staging(self._session, decision, self._settle, self._context)
+        num_bytes, failure = 0, ""
         for dtype in self._session.plan.dtypes:
-            matrix = self._session.exchange_sizes(dtype, {})
-            for meeting in self._session.meetings:
-                size = matrix[meeting.sender][self._comm.seat]
-                if meeting.receiver == self._comm.seat and size:
-                    frame = self._comm.receive(size, meeting.sender, phase=f"send {dtype}")
-                    frames.append((meeting.sender, dtype, frame))
-        watch.lap("transfer")
-        staged, failure = self._session.attempt("stage", lambda: self._stage(decision, frames))
-        self._session.agree("stage", failure)
+            received, here = receive_frames(self._session, dtype, staging.of(dtype), watch)
+            num_bytes, failure = num_bytes + received, failure or here
+        staged, late = self._session.attempt("stage", staging.finish)
+        self._session.agree("stage", failure or late)
         watch.lap("stage")
         self._ledger = self._ledger.touch()
         applied, failure = self._session.attempt("apply", lambda: self._apply(staged or []))
         if not failure:
             watch.lap("apply")
-            verifier.written(self._targets, staged or [])
-        return sum(frame.numel() for _, _, frame in frames), applied or 0, failure
-
-    def _stage(self, decision: Decision, frames: list[tuple[int, torch.dtype, torch.Tensor]]) -> Staged:
-        staged: Staged = []
-        for sender, dtype, frame in frames:
-            identity = self._session.frame_identity(decision, sender, self._comm.seat, dtype)
-            regions = self._session.plan.between(sender, self._comm.seat, dtype)
-            numels = [region.numel for region in regions]
-            changes = unpack_frame(frame, identity, self._session.codecs, numels)
-            staged.extend(
-                (region, self._settle(region, change))
-                for region, change in zip(regions, changes, strict=True)
-            )
-        return staged
+            # A region that was sent whole, in however many frames, is read back once.
+            verifier.written(self._targets, [(p.region, p.change) for p in staged or [] if not p.start])
+        return num_bytes, applied or 0, failure
 
     def _settle(self, region: Region, change: RegionChange) -> RegionChange:
         """Values for steps, from the live weights: all ranks agreed that they are the base version."""
         if change.index is None or change.code is None or not change.index.numel():
             return change
-        target = self._targets[region.name][region.target.slices]
+        target = self._target(region)
         index, value, code = (t.to(target.device) for t in (change.index, change.value, change.code))
         found = replace(change, index=index, value=value, code=code)
         return settle(found, gather_from(target, index))
 
-    def _apply(self, staged: Staged) -> int:
+    def _context(self, region: Region) -> Context:
+        return Context(owned=region.owned, read=partial(read_range, self._target(region)))
+
+    def _target(self, region: Region) -> torch.Tensor:
+        return self._targets[region.name][region.target.slices]
+
+    def _apply(self, staged: list[StagedChange]) -> int:
         applied = 0
-        for region, change in staged:
-            if not change.value.numel():
-                continue
-            target = self._targets[region.name][region.target.slices]
+        for part in staged:
+            target, change = self._target(part.region), part.change
             value = change.value.to(target.device)
             if change.index is None:
-                target.copy_(value.view(target.shape))
+                write_range(target, part.start, value)
             else:
                 scatter_into(target, change.index.to(target.device), value)
             applied += change.value.numel()

@@ -7,9 +7,11 @@ converted and compared where one rank knows both exactly, and the tensor is sent
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -20,7 +22,7 @@ from awex_delta.plan.geometry import Box, select
 from awex_delta.plan.regions import Plan, Region
 from awex_delta.plan.specs import OutputSpec, ParamSpec, dtype_name
 from awex_delta.types import ChangeSet, Detection, TrainerView, WeightInfo
-from awex_delta.wire.codec import Codec, RegionChange, whole_is_smaller
+from awex_delta.wire.codec import Codec, Context, RegionChange, whole_is_smaller
 
 Frames = dict[tuple[int, torch.dtype], list[RegionChange]]
 """Region changes by (receiver, wire dtype), in the order of the plan."""
@@ -90,8 +92,13 @@ def _find_route(view: TrainerView, info: WeightInfo, trainer_rank: int) -> Route
     return Route(info=info, outputs=outputs, relocations=relocations)
 
 
-def param_specs(routes: Mapping[str, Route]) -> tuple[ParamSpec, ...]:
-    """What this rank tells the others about its parameters."""
+def param_specs(routes: Mapping[str, Route], *, with_ranges: bool) -> tuple[ParamSpec, ...]:
+    """What this rank tells the others about its parameters.
+
+    Args:
+        routes: from `find_routes`.
+        with_ranges: say which ranges of each HF tensor this rank owns, for encodings that use it.
+    """
     return tuple(
         ParamSpec(
             key=key,
@@ -99,7 +106,7 @@ def param_specs(routes: Mapping[str, Route]) -> tuple[ParamSpec, ...]:
             owners=route.info.owners,
             owned_start=route.info.owned_start,
             owned_stop=route.info.owned_stop,
-            outputs=route.outputs,
+            outputs=tuple(_with_ranges(route)) if with_ranges else route.outputs,
         )
         for key, route in routes.items()
     )
@@ -117,6 +124,28 @@ def convert_all(view: TrainerView, routes: Mapping[str, Route]) -> dict[str, tor
         route.check(outputs)
         converted.update(outputs)
     return converted
+
+
+def _with_ranges(route: Route) -> Iterator[OutputSpec]:
+    for place, output in enumerate(route.outputs):
+        owned: tuple[tuple[int, int], ...] = ()
+        if route.relocations is not None and output.dtype == dtype_name(torch.bfloat16):
+            owned = route.relocations[place].ranges(route.info.owned_start, route.info.owned_stop)
+        yield output.model_copy(update={"owned": owned})
+
+
+def _read(flat: torch.Tensor, relocation: Relocation, region: Region, start: int, stop: int) -> torch.Tensor:
+    """The weights at positions `start` to `stop` of a region, from the flat local parameter."""
+    shape, box = region.source_shape or (1,), region.source.slices or (slice(0, 1),)
+    row = math.prod(shape[1:])
+    inner = region.numel // (box[0].stop - box[0].start)  # elements of the region in a row
+    first, last = box[0].start + start // inner, box[0].start - (-stop // inner)
+    if inner == row:  # rows lie together
+        begin = box[0].start * row
+        return relocation.take(flat, begin + start, begin + stop)
+    rows = relocation.take(flat, first * row, last * row).view(last - first, *shape[1:])
+    skipped = (first - box[0].start) * inner
+    return rows[(slice(None), *box[1:])].reshape(-1)[start - skipped : stop - skipped]
 
 
 class Router:
@@ -155,7 +184,19 @@ class Router:
                 self._add_whole(frames, dict(converted))
             else:
                 self._widen(frames, key, route, codec)
+            if codec.needs_context and route.relocations is not None:
+                self._add_context(frames, key, route.relocations)
         return frames
+
+    def _add_context(self, frames: Frames, key: str, relocations: Sequence[Relocation]) -> None:
+        """Let the codec read the weights of regions whose changes are known by their steps."""
+        flat = self._view.tensor(key).detach().reshape(-1)
+        for relocation in relocations:
+            for receiver, dtype, place in self._places.get(relocation.name, ()):
+                change, region = frames[receiver, dtype][place], self._regions[receiver, dtype][place]
+                if change.code is not None:
+                    context = Context(owned=region.owned, read=partial(_read, flat, relocation, region))
+                    frames[receiver, dtype][place] = replace(change, context=context)
 
     def _widen(self, frames: Frames, key: str, route: Route, codec: Codec) -> None:
         """Send regions of one parameter whole where that is smaller, and this rank knows all their values.

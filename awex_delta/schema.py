@@ -15,10 +15,10 @@ from awex_delta.errors import ConfigError
 
 WorldSizePolicy = Literal["power_of_two", "any"]
 DeltaVerify = Literal["off", "touched", "full"]
-DeltaEncoding = Literal["indices", "gaps", "ulp", "ulp_zstd", "auto"]
 DeltaMethod = Literal["adamw", "snapshot"]
 Transport = Literal["p2p", "disk"]
 DiskKind = Literal["delta", "full"]
+DeltaEncoding = Literal["indices", "gaps", "ulp", "ulp_zstd", "ulp_context", "auto"]
 
 _STRICT = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
 
@@ -111,8 +111,13 @@ class TrainEngineConfig(_SideConfig):
     """How a delta is packed; the bytes are those of a changed element in a typical step.
     `indices`: a flat position and the new value, 6 bytes. `gaps`: the distance to the previous change
     and the new value, 3 bytes. `ulp`: the distance and how far the value moved, 1.6 bytes. `ulp_zstd`:
-    the same, compressed, 1.0 to 1.2 bytes. `auto`: whichever takes the least time at the measured speed
-    of the link. See docs/en/wire.md."""
+    the same, compressed, 1.0 to 1.2 bytes. `ulp_context`: compressed with what both sides know of the
+    weights, 0.7 to 0.9 bytes; needs the extra `context` on both sides. `auto`: whichever of the others
+    takes the least time at the measured speed of the link. See docs/en/wire.md."""
+
+    weight_update_bucket_bytes: int = Field(default=64 << 20, ge=1 << 10, le=1 << 30)
+    """The most bytes of one message of a delta; what is longer is cut. While one is sent the next is
+    packed, so each rank holds two of them beside the delta itself."""
 
     weight_update_delta_accumulate: bool = False
     """Follow every optimizer step, so that a delta covers any number of them between two updates

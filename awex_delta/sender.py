@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from awex_delta.comm import Comm
+from awex_delta.pipeline import Pack, send_frames
 from awex_delta.plan.agreement import Decision, Proposal, check_arrived
 from awex_delta.plan.ledger import TrainerLedger, check_version
 from awex_delta.plan.regions import dense_volume
@@ -23,6 +24,7 @@ from awex_delta.tally import count_parts
 from awex_delta.types import DeltaSettings, Detection, PartCount, TrainerView, UpdateStats
 from awex_delta.verdict import Kind, Reason
 from awex_delta.verify import Verifier
+from awex_delta.wire.buckets import Bucket, cut
 from awex_delta.wire.choice import MIN_SAMPLE_BYTES, cheapest
 from awex_delta.wire.codec import Codec, RegionChange
 from awex_delta.wire.frame import pack_frame
@@ -204,7 +206,7 @@ class Sender:
             rank_info=dict(layout.rank_info),
             vocab_size=layout.vocab_size,
             tied_embeddings=layout.tied_embeddings,
-            params=param_specs(self._routes),
+            params=param_specs(self._routes, with_ranges=self._session.uses_context),
         ).model_dump(mode="json")
 
     def _detect(self, version: int) -> Detection:
@@ -269,32 +271,33 @@ class Sender:
         self._session.agree("encode", failure or here or verifier.failure)
         watch.lap("encode")
         frames, num_elements = packed or ({}, 0)
+        num_bytes, failure = 0, ""
         for dtype in self._session.plan.dtypes:
-            outgoing = {receiver: frame for (receiver, kind), frame in frames.items() if kind is dtype}
-            self._session.exchange_sizes(dtype, {receiver: f.numel() for receiver, f in outgoing.items()})
-            for meeting in self._session.meetings:
-                if meeting.sender == self._comm.seat and meeting.receiver in outgoing:
-                    self._comm.send(outgoing[meeting.receiver], meeting.receiver, phase=f"send {dtype}")
-        watch.lap("transfer")
-        self._session.agree("stage", "")
+            outgoing = {receiver: packs for (receiver, kind), packs in frames.items() if kind is dtype}
+            sent, here = send_frames(self._session, dtype, outgoing, watch)
+            num_bytes, failure = num_bytes + sent, failure or here
+        self._session.agree("stage", failure)
         watch.lap("stage")
         if self._router is not None:
             verifier.owned(self._router.owned())  # while the engines write
-        return sum(frame.numel() for frame in frames.values()), num_elements
+        return num_bytes, num_elements
 
     def _pack(
         self, decision: Decision, detection: Detection, watch: Stopwatch, verifier: Verifier
-    ) -> tuple[dict[tuple[int, torch.dtype], torch.Tensor], int]:
-        """Frames by (receiver, dtype), and the elements in them. A frame without elements is not sent."""
+    ) -> tuple[dict[tuple[int, torch.dtype], list[Pack]], int]:
+        """What makes the frames of each (receiver, dtype), and the elements in them. No frame is empty."""
         share = detection.num_changed / detection.num_owned if detection.num_owned else 0.0
         codec = cheapest(self._session.codecs, share, self._bytes_per_second)
-        frames: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+        frames: dict[tuple[int, torch.dtype], list[Pack]] = {}
         total = 0
         content = self._router.frames(detection, codec) if self._router else {}
         for (receiver, dtype), changes in content.items():
             count = sum(change.value.numel() for change in changes)
             if count:
-                frames[receiver, dtype] = self._frame(decision, receiver, dtype, codec, changes)
+                frames[receiver, dtype] = [
+                    partial(self._frame, decision, receiver, dtype, codec, changes, bucket)
+                    for bucket in cut(changes, codec, dtype, self._settings.bucket_bytes)
+                ]
                 total += count
         watch.lap("encode")
         verifier.sent(content)
@@ -307,9 +310,10 @@ class Sender:
         dtype: torch.dtype,
         codec: Codec,
         changes: list[RegionChange],
+        bucket: Bucket,
     ) -> torch.Tensor:
         identity = self._session.frame_identity(decision, self._comm.seat, receiver, dtype)
-        return pack_frame(identity, codec, changes)
+        return pack_frame(identity, codec, bucket.changes(changes), bucket.span)
 
     def _send_full(self, watch: Stopwatch, verifier: Verifier, failure: str) -> tuple[int, int]:
         _, late = self._session.attempt(None, self._view.gather_params)

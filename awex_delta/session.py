@@ -24,7 +24,7 @@ from awex_delta.plan.regions import Plan, build_plan
 from awex_delta.plan.rounds import Meeting, meetings_of
 from awex_delta.plan.specs import World, dtype_name, parse_world
 from awex_delta.types import DeltaSettings
-from awex_delta.wire.frame import PROTOCOL_VERSION, FrameIdentity, max_frame_bytes
+from awex_delta.wire.frame import PROTOCOL_VERSION, FrameIdentity
 from awex_delta.wire.registry import codecs_for
 
 ROW_BYTES = 4096
@@ -112,7 +112,12 @@ class Session:
         self._on_phase = on_phase or (lambda phase: None)
         self._complete = complete or (lambda world: world)
         self._version = 0
-        self._limits: dict[tuple[int, int, torch.dtype], int] = {}  # bytes of the largest frame of a pair
+        self._limits: dict[tuple[int, int, torch.dtype], int] = {}  # elements of a pair: its most frames
+
+    @property
+    def uses_context(self) -> bool:
+        """True when frames may need what both sides know of a region."""
+        return any(codec.needs_context for codec in self.codecs)
 
     def ensure_connected(self, purpose: str) -> bool:
         """Meet all ranks in the current epoch, and agree on the plan. True when it had to be done.
@@ -150,8 +155,7 @@ class Session:
         self.world = self._complete(parse_world(values, self.comm.rendezvous.num_engine_ranks))
         self.plan = build_plan(self.world)
         self._limits = {
-            key: max_frame_bytes([region.numel for region in regions], key[2])
-            for key, regions in self.plan.regions.items()
+            key: sum(region.numel for region in regions) for key, regions in self.plan.regions.items()
         }
         digests = self.comm.gather(self.plan.digest.to_bytes(8, "little"), width=16, phase="plan")
         if len(set(digests)) > 1:
@@ -224,34 +228,33 @@ class Session:
             )
         return [row.facts for row in rows]
 
-    def exchange_sizes(self, dtype: torch.dtype, sizes: Mapping[int, int]) -> list[list[int]]:
-        """Tell all ranks how many bytes this rank will send to each in the round of `dtype`.
+    def exchange_counts(self, dtype: torch.dtype, counts: Mapping[int, int]) -> list[list[int]]:
+        """Tell all ranks how many frames this rank will send to each in the round of `dtype`.
 
         Args:
             dtype: wire dtype of the round.
-            sizes: bytes by receiver.
+            counts: frames by receiver.
 
         Returns:
             The matrix [sender][receiver].
 
         Raises:
-            LockstepError: a size is larger than its regions can need. Every rank sees it, so none
-                allocates memory for it.
+            LockstepError: a count is larger than its regions can need, on every rank alike.
 
         Collective: yes, over all transfer ranks.
         """
         world_size = self.comm.rendezvous.world_size
-        mine = b"".join(sizes.get(peer, 0).to_bytes(8, "little") for peer in range(world_size))
-        phase = f"sizes of {dtype_name(dtype)}, version {self._version}"
+        mine = b"".join(counts.get(peer, 0).to_bytes(8, "little") for peer in range(world_size))
+        phase = f"frames of {dtype_name(dtype)}, version {self._version}"
         rows = self.comm.gather(mine, width=8 * world_size + 4, phase=phase)
         matrix = [
             [int.from_bytes(row[8 * p : 8 * p + 8], "little") for p in range(world_size)] for row in rows
         ]
         for sender, receiver in product(range(world_size), repeat=2):
-            size, limit = matrix[sender][receiver], self._limits.get((sender, receiver, dtype), 0)
-            if size > limit:
+            count, limit = matrix[sender][receiver], self._limits.get((sender, receiver, dtype), 0)
+            if count > limit:
                 raise LockstepError(
-                    f"seat {sender} announces {size} bytes for seat {receiver}, "
+                    f"seat {sender} announces {count} frames for seat {receiver}, "
                     f"whose regions need at most {limit}"
                 )
         return matrix

@@ -195,6 +195,7 @@ class DeltaSettings:
     encoding: name of the delta encoding (`wire.registry`), or "auto".
     verify: what a delta compares by digests before it commits: "off", "touched" or "full".
     verify_interval: versions that this divides compare everything; 0 means none does for that reason.
+    bucket_bytes: the most bytes of a frame; longer ones are cut.
     allow_any_world_size: pad the schedule instead of refusing a world that is no power of two.
     method: how a trainer rank finds changes: "adamw" inverts optimizer steps, "snapshot" compares with a
         bf16 copy of the owned elements.
@@ -215,6 +216,7 @@ class DeltaSettings:
     encoding: str = "indices"
     verify: str = "touched"
     verify_interval: int = 0
+    bucket_bytes: int = 64 << 20
     allow_any_world_size: bool = False
     method: str = "adamw"
     accumulate: bool = False

@@ -31,8 +31,8 @@ from awex_delta.detect import detect_changes
 from awex_delta.engines.tensors import gather_from
 from awex_delta.testing.procs import Rank, run_ranks
 from awex_delta.types import AdamWStep, DeltaSettings, OwnedSlice
-from awex_delta.wire.codec import Codec, RegionChange, settle
-from awex_delta.wire.frame import FrameIdentity, pack_frame, unpack_frame
+from awex_delta.wire.codec import Codec, Context, RegionChange, settle
+from awex_delta.wire.frame import FrameIdentity, pack_frame, unpack_bucket
 from awex_delta.wire.registry import CODECS
 from benchmarks.environment import environment_record
 
@@ -158,14 +158,29 @@ def entropy_of(update: Update) -> float:
     return entropy_bytes(torch.cat(gaps)) + entropy_bytes(code) + 2 * int((code == -128).sum())
 
 
+def context(weights: torch.Tensor) -> Context:
+    """One side's view of a region that the sender owns whole."""
+    return Context(owned=((0, weights.numel()),), read=lambda start, stop: weights[start:stop])
+
+
+def with_context(update: Update) -> list[RegionChange]:
+    """The changes, and on which weights the sender has them."""
+    return [
+        replace(change, context=context(after))
+        for change, after in zip(update.changes, update.after, strict=True)
+    ]
+
+
 def decode(frame: torch.Tensor, codec: Codec, update: Update) -> list[RegionChange]:
     """What a receiver does with a frame before it writes."""
     numels = [change.numel for change in update.changes]
+    contexts = [context(before) for before in update.before]
+    found = unpack_bucket(frame, IDENTITY, [codec], numels, begin=0, contexts=contexts)
     return [
         change
         if change.code is None or change.index is None
         else settle(change, gather_from(old, change.index))
-        for change, old in zip(unpack_frame(frame, IDENTITY, [codec], numels), update.before, strict=True)
+        for change, old in zip(found.changes, update.before, strict=True)
     ]
 
 
@@ -193,7 +208,7 @@ def check(update: Update) -> None:
     """
     for codec in CODECS.values():
         for got, old, new in zip(
-            decode(pack_frame(IDENTITY, codec, update.changes), codec, update),
+            decode(pack_frame(IDENTITY, codec, with_context(update)), codec, update),
             update.before,
             update.after,
             strict=True,
@@ -218,12 +233,12 @@ def measure(scenario: str, update: Update, repeats: int) -> list[dict[str, Any]]
     """One row an encoding, and one for XOR and zstd."""
     check(update)
     packed: dict[str, Any] = {
-        name: pack_frame(IDENTITY, codec, update.changes) for name, codec in CODECS.items()
+        name: pack_frame(IDENTITY, codec, with_context(update)) for name, codec in CODECS.items()
     }
     packed["xor_zstd"] = xor_encode(update)
     timed: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
         name: (
-            lambda codec=codec: pack_frame(IDENTITY, codec, update.changes),  # type: ignore[misc]
+            lambda codec=codec: pack_frame(IDENTITY, codec, with_context(update)),  # type: ignore[misc]
             lambda codec=codec, name=name: decode(packed[name], codec, update),  # type: ignore[misc]
         )
         for name, codec in CODECS.items()

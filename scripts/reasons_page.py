@@ -155,6 +155,18 @@ EXCEPTIONS: Mapping[type[errors.AwexDeltaError], Advice] = {
         cause="A frame's header names another run, version, plan, codec or pair of ranks.",
         remedy="Call again. If it repeats, report it with the message.",
     ),
+    errors.FrameOrderError: Advice(
+        cause="Never raised itself: one of the two below.",
+        remedy="As below.",
+    ),
+    errors.RepeatedFrameError: Advice(
+        cause="A frame that came already came again.",
+        remedy="Call again. If it repeats, report it with the message.",
+    ),
+    errors.MissingFrameError: Advice(
+        cause="A frame came before another that belongs in front of it, or the last ones never came.",
+        remedy="Call again. If it repeats, report it with the message.",
+    ),
     errors.UpdateError: Advice(
         cause="Never raised itself: catch it around `update_weights`.",
         remedy="Call `update_weights` again on all ranks, with the same version or a later one.",

@@ -136,6 +136,57 @@ def gather_from(view: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     return _span(cells).index_select(0, _strided_offsets(cells, index)).view(view.dtype)
 
 
+def read_range(view: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    """Read consecutive elements of a live tensor, counted row by row whatever its strides are.
+
+    Args:
+        view: any strides.
+        start, stop: half-open range of positions.
+
+    Returns:
+        [stop - start], dtype of `view`; an alias where the elements lie together.
+
+    Collective: no.
+    """
+    whole = view.detach()
+    if whole.is_contiguous() or whole.dim() < 2:
+        return whole.reshape(-1)[start:stop]
+    row = whole[0].numel()
+    first = start // row
+    rows = whole[first : -(-stop // row)].reshape(-1)
+    return rows[start - first * row : stop - first * row]
+
+
+def write_range(view: torch.Tensor, start: int, values: torch.Tensor) -> None:
+    """Overwrite consecutive elements of a live tensor, at the positions that `read_range` reads.
+
+    Args:
+        view: destination, any strides.
+        start: position of the first element.
+        values: [n], dtype and device of `view`.
+
+    Collective: no.
+    """
+    whole = view.detach()
+    if whole.dim() == 0:
+        whole = whole.view(1)
+    if whole.is_contiguous() or whole.dim() == 1:
+        flat = whole.view(-1) if whole.is_contiguous() else whole
+        flat[start : start + values.numel()].copy_(values)
+        return
+    row = whole[0].numel()
+    while values.numel():
+        place, within = divmod(start, row)
+        if within or values.numel() < row:
+            taken = min(row - within, values.numel())
+            write_range(whole[place], within, values[:taken])
+        else:
+            num_rows = values.numel() // row
+            taken = num_rows * row
+            whole[place : place + num_rows].copy_(values[:taken].view(num_rows, *whole.shape[1:]))
+        start, values = start + taken, values[taken:]
+
+
 def _span(cells: torch.Tensor) -> torch.Tensor:
     """The memory from the first to the last element of a strided tensor, as one flat alias."""
     last = sum((size - 1) * stride for size, stride in zip(cells.shape, cells.stride(), strict=True))

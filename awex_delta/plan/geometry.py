@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,6 +32,31 @@ class Box:
             a >= 0 and n >= 0 and a + n <= size
             for a, n, size in zip(self.start, self.shape, shape, strict=True)
         )
+
+    def ranges_inside(
+        self, ranges: Sequence[tuple[int, int]], shape: tuple[int, ...]
+    ) -> tuple[tuple[int, int], ...]:
+        """Half-open ranges of flat positions in a tensor of `shape`, as ranges of positions in the box.
+
+        Row by row, the elements of a box keep their order, so each range stays one.
+        """
+        inside = ((self._num_before(a, shape), self._num_before(b, shape)) for a, b in ranges)
+        return tuple((a, b) for a, b in inside if a < b)
+
+    def _num_before(self, position: int, shape: tuple[int, ...]) -> int:
+        """How many elements of the box come before a flat position of the tensor."""
+        if position >= math.prod(shape):
+            return self.numel
+        before, rows = 0, self.numel
+        stride = math.prod(shape)
+        for size, start, extent in zip(shape, self.start, self.shape, strict=True):
+            stride //= size
+            rows //= max(extent, 1)
+            coordinate, position = divmod(position, stride)
+            before += min(max(coordinate - start, 0), extent) * rows
+            if not start <= coordinate < start + extent:
+                return before
+        return before
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

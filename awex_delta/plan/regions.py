@@ -40,6 +40,8 @@ class Region:
     source, target: where the region lies in the sender's and in the receiver's part of the tensor.
     source_shape: shape of the sender's part.
     sparse: changed elements only; otherwise the whole region in every delta.
+    owned: half-open ranges of flat positions in the region whose optimizer state the sender holds, as far
+        as connecting found out: ascending and disjoint.
     """
 
     name: str
@@ -50,6 +52,7 @@ class Region:
     target: Box
     source_shape: tuple[int, ...]
     sparse: bool
+    owned: tuple[tuple[int, int], ...] = ()
 
     @property
     def numel(self) -> int:
@@ -248,6 +251,7 @@ def _widen(
 ) -> dict[tuple[int, int, torch.dtype], tuple[Region, ...]]:
     """Give every overlap of a sparse tensor to all owners of the sender's shard."""
     num_engines = len(world.engines)
+    outputs = [{o.name: o for param in t.params for o in param.outputs} for t in world.trainers]
     owners: list[dict[str, tuple[int, ...]]] = [
         {o.name: param.owners if o.sparse else () for param in trainer.params for o in param.outputs}
         for trainer in world.trainers
@@ -257,15 +261,18 @@ def _widen(
         shard = op.send_shard_meta
         group = owners[op.send_rank - num_engines][shard.name]
         for sender in [num_engines + owner for owner in group] or [op.send_rank]:
+            source = Box(start=tuple(op.send_offset), shape=tuple(op.overlap_shape))
+            output = outputs[sender - num_engines].get(shard.name)
             region = Region(
                 name=shard.name,
                 dtype=shard.dtype,
                 sender=sender,
                 receiver=op.recv_rank,
-                source=Box(start=tuple(op.send_offset), shape=tuple(op.overlap_shape)),
+                source=source,
                 target=Box(start=tuple(op.recv_offset), shape=tuple(op.overlap_shape)),
                 source_shape=tuple(shard.shape),
                 sparse=bool(group),
+                owned=source.ranges_inside(output.owned, tuple(shard.shape)) if output else (),
             )
             found[sender, op.recv_rank, shard.dtype].append(region)
     return {

@@ -24,12 +24,14 @@ class OutputSpec(_Spec):
     """One HF tensor that a Megatron parameter converts to.
 
     sparse: owners send their own changes; otherwise AWEX's chosen sender sends it whole.
+    owned: half-open ranges of flat positions that this rank owns, where an encoding asks for them.
     """
 
     name: str
     shape: Shape
     dtype: str
     sparse: bool
+    owned: tuple[tuple[int, int], ...] = ()
 
 
 class ParamSpec(_Spec):

@@ -10,7 +10,13 @@ from awex_delta.wire.codec import Codec
 AUTO = "auto"
 """The setting under which the sender chooses for each update."""
 
-WORK_SECONDS: Mapping[str, float] = {"indices": 11e-9, "gaps": 20e-9, "ulp": 43e-9, "ulp_zstd": 51e-9}
+WORK_SECONDS: Mapping[str, float] = {
+    "indices": 11e-9,
+    "gaps": 20e-9,
+    "ulp": 43e-9,
+    "ulp_zstd": 51e-9,
+    "ulp_context": 150e-9,
+}
 """Encoding and decoding one change on one core of a server, in its processor time (docs/en/wire.md)."""
 
 MIN_SAMPLE_BYTES = 1 << 20
@@ -35,7 +41,8 @@ def expected_bytes(name: str, share: float) -> float:
         return gap + 0.53
     rest = 1 - share
     bits = -math.log2(share) - (rest * math.log2(rest) / share if rest else 0.0)
-    return bits / 8 + 0.26
+    packed = bits / 8 + 0.26
+    return packed * 0.75 if name == "ulp_context" else packed
 
 
 def cheapest(codecs: Sequence[Codec], share: float, bytes_per_second: float | None) -> Codec:

@@ -6,7 +6,7 @@ regions of a frame at once, so that a frame costs a few tensor operations and no
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Protocol
@@ -21,6 +21,32 @@ INT64_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Context:
+    """What sender and receiver both know of a region, for encodings that make use of it.
+
+    owned: half-open ranges of positions whose weights the sender knows, ascending and disjoint. The same
+        on both sides.
+    read: `read(start, stop)` gives the flat weights bf16 [stop - start] at these positions: on the
+        sender those after the step, on the receiver the base. An alias where that is possible.
+    offset: where position 0 lies for `read`.
+    """
+
+    owned: tuple[tuple[int, int], ...]
+    read: Callable[[int, int], torch.Tensor]
+    offset: int = 0
+
+    def window(self, start: int, stop: int) -> Context:
+        """The part of the region from `start` to `stop` as a region of its own. Collective: no."""
+        clipped = ((max(a, start) - start, min(b, stop) - start) for a, b in self.owned)
+        owned = tuple((a, b) for a, b in clipped if a < b)
+        return Context(owned=owned, read=self.read, offset=self.offset + start)
+
+    def weights(self, start: int, stop: int) -> torch.Tensor:
+        """The flat weights at positions `start` to `stop` of this region or window. Collective: no."""
+        return self.read(self.offset + start, self.offset + stop)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RegionChange:
     """What changed in one region.
 
@@ -30,12 +56,14 @@ class RegionChange:
         sent (then n == numel).
     code: int8 [n], steps in units in the last place of bf16, -128 where none is stated; None where
         there are no codes (whole regions, other dtypes, encodings that send every value).
+    context: for encodings that use it; None where nothing is known.
     """
 
     numel: int
     value: torch.Tensor
     index: torch.Tensor | None = None
     code: torch.Tensor | None = None
+    context: Context | None = None
 
 
 def settle(change: RegionChange, old: torch.Tensor) -> RegionChange:
@@ -67,14 +95,26 @@ class Codec(Protocol):
     def number(self) -> int:
         """What the frame header calls it."""
 
+    @property
+    def needs_context(self) -> bool:
+        """True when it makes use of `RegionChange.context`."""
+
     def size(self, change: RegionChange, dtype: torch.dtype) -> int:
         """About the bytes that one sparse region takes, to compare with sending it whole."""
+
+    def limit(self, count: int, numel: int, dtype: torch.dtype) -> int:
+        """The most bytes that `count` changes in regions of `numel` elements together can take."""
 
     def encode(self, changes: Sequence[RegionChange], dtype: torch.dtype) -> torch.Tensor:
         """Pack sparse regions (index is not None) into uint8 [n] on the CPU."""
 
     def decode(
-        self, body: torch.Tensor, counts: Sequence[int], numels: Sequence[int], dtype: torch.dtype
+        self,
+        body: torch.Tensor,
+        counts: Sequence[int],
+        numels: Sequence[int],
+        dtype: torch.dtype,
+        contexts: Sequence[Context | None] = (),
     ) -> list[RegionChange]:
         """Unpack what `encode` packed.
 
@@ -83,6 +123,7 @@ class Codec(Protocol):
             counts: changed elements of each region.
             numels: elements of each region.
             dtype: wire dtype of the values.
+            contexts: of each region, for an encoding that needs them.
 
         Raises:
             CorruptFrameError: the body does not fit the counts, or a position is out of place.
@@ -145,7 +186,10 @@ def _misplaced(index: torch.Tensor, counts: Sequence[int], numels: Sequence[int]
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of a contiguous tensor as uint8, without a copy where it lies on the CPU."""
-    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    flat = tensor.detach().cpu().contiguous().view(-1)
+    if flat.numel() < 2:  # its stride may be anything
+        flat = torch.empty(flat.shape, dtype=flat.dtype).copy_(flat)
+    return flat.view(torch.uint8)
 
 
 class IndicesCodec:
@@ -153,10 +197,16 @@ class IndicesCodec:
 
     name = "indices"
     number = 1
+    needs_context = False
 
     def size(self, change: RegionChange, dtype: torch.dtype) -> int:
         """See `Codec.size`."""
         return change.value.numel() * (_index_dtype([change.numel]).itemsize + dtype.itemsize)
+
+    def limit(self, count: int, numel: int, dtype: torch.dtype) -> int:
+        """See `Codec.limit`. Exact, but where several regions exceed int32 together and none alone."""
+        streams = count * _index_dtype([numel]).itemsize, count * dtype.itemsize
+        return sum(stream + padding(stream) for stream in streams)
 
     def encode(self, changes: Sequence[RegionChange], dtype: torch.dtype) -> torch.Tensor:
         """Positions of all regions, then values of all regions, each padded to 8 bytes."""
@@ -168,9 +218,15 @@ class IndicesCodec:
         return torch.cat([pad_to_word(stream) for stream in streams])
 
     def decode(
-        self, body: torch.Tensor, counts: Sequence[int], numels: Sequence[int], dtype: torch.dtype
+        self,
+        body: torch.Tensor,
+        counts: Sequence[int],
+        numels: Sequence[int],
+        dtype: torch.dtype,
+        contexts: Sequence[Context | None] = (),
     ) -> list[RegionChange]:
         """See `Codec.decode`."""
+        del contexts
         total = sum(counts)
         index_dtype = _index_dtype(numels)
         index_bytes = total * index_dtype.itemsize

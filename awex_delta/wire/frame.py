@@ -1,13 +1,15 @@
-"""Frames: everything one sender tells one receiver in one dtype round.
+"""Frames: one bucket of what a sender tells a receiver in one dtype round.
 
-    header (104 bytes, little-endian)  magic, protocol, codec, dtype, identity, lengths, checksum
-    region table                       uint32 a region: changed elements, or WHOLE
+    header (120 bytes, little-endian)  magic, protocol, codec, dtype, identity, span, lengths, checksum
+    region table                       uint32 a region in the span: changed elements, or WHOLE
     codec body                         the sparse regions, as the codec packs them
     whole values                       the regions that are sent whole, one after the other
 
-Every part begins at a multiple of 8 bytes. The checksum (xxh3, 64 bit) covers the header with the
-checksum field zeroed and everything after it. A damaged frame and a foreign one are told apart: the
-checksum is verified first, identity second.
+The regions of a pair, one after the other, are one line of elements. Each frame covers a span of it, the
+next frame begins where it ends, and the last ends where the line does: so no frame can be repeated, left
+out or exchanged unseen. Every part begins at a multiple of 8 bytes. The checksum (xxh3, 64 bit) covers the
+header with the checksum field zeroed and everything after it. Damaged, foreign and misplaced frames are told
+apart: the checksum is verified first, identity second, the span third.
 """
 
 from __future__ import annotations
@@ -19,14 +21,20 @@ from dataclasses import dataclass
 import torch
 import xxhash
 
-from awex_delta.errors import CorruptFrameError, StaleFrameError, WireError
-from awex_delta.wire.codec import Codec, RegionChange, as_bytes, pad_to_word, padding
+from awex_delta.errors import (
+    CorruptFrameError,
+    MissingFrameError,
+    RepeatedFrameError,
+    StaleFrameError,
+    WireError,
+)
+from awex_delta.wire.codec import Codec, Context, RegionChange, as_bytes, pad_to_word, padding
 
 MAGIC = b"AWEXDLTA"
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 WHOLE = 0xFFFF_FFFF
 
-_HEADER = struct.Struct("<8sHHHxx16sqqQIIIIQQQQ")
+_HEADER = struct.Struct("<8sHHHxx16sqqQIIIIQQQQQQ")
 _CHECKSUM_OFFSET = _HEADER.size - 8
 _DTYPES = {torch.bfloat16: 1, torch.float32: 2, torch.float16: 3, torch.int64: 4, torch.int32: 5}
 
@@ -68,18 +76,85 @@ class FrameIdentity:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Window:
+    """The part of one region that lies in the span of a frame.
+
+    region: place of the region among those of the pair.
+    start, stop: positions in the region.
+    """
+
+    region: int
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        """Elements in it."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """What one frame covers of the elements of all regions of the pair, one after the other.
+
+    begin, end: half-open range of elements.
+    num_regions: regions of the pair.
+    """
+
+    begin: int
+    end: int
+    num_regions: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unpacked:
+    """A frame taken apart: where its span ends, and the change of each window in it."""
+
+    end: int
+    windows: tuple[Window, ...]
+    changes: tuple[RegionChange, ...]
+
+
+def windows_of(numels: Sequence[int], begin: int, end: int) -> tuple[Window, ...]:
+    """The windows of the span from `begin` to `end`; a region without elements has none.
+
+    Args:
+        numels: elements of each region of the pair.
+        begin, end: half-open range of their elements, one region after the other.
+
+    Collective: no.
+    """
+    found, offset = [], 0
+    for region, numel in enumerate(numels):
+        start, stop = max(begin - offset, 0), min(end - offset, numel)
+        if start < stop:
+            found.append(Window(region=region, start=start, stop=stop))
+        offset += numel
+    return tuple(found)
+
+
+def frame_limit(num_windows: int, body_bytes: int, whole_bytes: int) -> int:
+    """Bytes of a frame with so many windows, a body of that many bytes, and whole values. Collective: no."""
+    table = 4 * num_windows
+    return _HEADER.size + table + padding(table) + body_bytes + whole_bytes
+
+
 def max_frame_bytes(numels: Sequence[int], dtype: torch.dtype) -> int:
     """The largest frame that these regions can need: a limit to check before memory is allocated."""
     return _HEADER.size + 256 + 4 * len(numels) + 8 * len(numels) + sum(numels) * (8 + dtype.itemsize)
 
 
-def pack_frame(identity: FrameIdentity, codec: Codec, changes: Sequence[RegionChange]) -> torch.Tensor:
+def pack_frame(
+    identity: FrameIdentity, codec: Codec, changes: Sequence[RegionChange], span: Span | None = None
+) -> torch.Tensor:
     """Build one frame.
 
     Args:
         identity: what the frame belongs to.
         codec: packs the sparse regions.
-        changes: one entry a region, in the order of the plan.
+        changes: one entry a window of the span, in its order; without elements none.
+        span: what the frame covers; None for one frame that holds all regions.
 
     Returns:
         uint8 [n] on the CPU.
@@ -89,6 +164,9 @@ def pack_frame(identity: FrameIdentity, codec: Codec, changes: Sequence[RegionCh
 
     Collective: no.
     """
+    if span is None:
+        span = Span(begin=0, end=sum(change.numel for change in changes), num_regions=len(changes))
+        changes = [change for change in changes if change.numel]
     sparse = [change for change in changes if change.index is not None]
     if any(change.value.numel() >= WHOLE for change in sparse):
         raise WireError(f"a region changed in {WHOLE} elements or more: its count does not fit the table")
@@ -106,8 +184,10 @@ def pack_frame(identity: FrameIdentity, codec: Codec, changes: Sequence[RegionCh
             codec.number,
             _DTYPES[identity.dtype],
             *identity.fields(),
-            len(changes),
+            span.num_regions,
             0,
+            span.begin,
+            span.end,
             sum(change.value.numel() for change in changes),
             body.numel(),
             tail.numel(),
@@ -119,8 +199,52 @@ def pack_frame(identity: FrameIdentity, codec: Codec, changes: Sequence[RegionCh
 
 
 def unpack_frame(
-    frame: torch.Tensor, identity: FrameIdentity, codecs: Sequence[Codec], numels: Sequence[int]
+    frame: torch.Tensor,
+    identity: FrameIdentity,
+    codecs: Sequence[Codec],
+    numels: Sequence[int],
+    contexts: Sequence[Context | None] = (),
 ) -> list[RegionChange]:
+    """Check one frame that holds all regions, and take it apart: `unpack_bucket` of the only bucket.
+
+    Returns:
+        One entry a region, in the order of the plan.
+
+    Raises:
+        MissingFrameError: the frame does not hold all of them.
+
+    Collective: no.
+    """
+    found = unpack_bucket(frame, identity, codecs, numels, begin=0, contexts=contexts)
+    check_complete(found.end, numels)
+    none = torch.empty(0, dtype=identity.dtype)
+    changes = [RegionChange(numel=numel, value=none, index=torch.empty(0).long()) for numel in numels]
+    for window, change in zip(found.windows, found.changes, strict=True):
+        changes[window.region] = change
+    return changes
+
+
+def check_complete(end: int, numels: Sequence[int]) -> None:
+    """Refuse to go on where the last frame of a pair ends before its regions do.
+
+    Raises:
+        MissingFrameError: elements are missing.
+
+    Collective: no.
+    """
+    if end != sum(numels):
+        raise MissingFrameError(f"frames end at element {end} of {sum(numels)}: the last ones did not come")
+
+
+def unpack_bucket(
+    frame: torch.Tensor,
+    identity: FrameIdentity,
+    codecs: Sequence[Codec],
+    numels: Sequence[int],
+    *,
+    begin: int,
+    contexts: Sequence[Context | None] = (),
+) -> Unpacked:
     """Check one frame and take it apart. Nothing is written anywhere.
 
     Args:
@@ -128,14 +252,17 @@ def unpack_frame(
         identity: what the receiver expects.
         codecs: those that the frame may be packed by; its header says which one it is.
         numels: elements of each region, in the order of the plan.
+        begin: where the frame before this one ended, 0 for the first.
+        contexts: of each region, for encodings that need them; empty for none.
 
     Returns:
-        One entry a region, in the order of the plan; tensors may alias `frame`. Changes that carry
-        codes have no values yet: see `settle`.
+        What the frame holds; tensors may alias `frame`. Changes that carry codes have no values yet: see
+        `settle`.
 
     Raises:
         CorruptFrameError: the frame is damaged.
-        StaleFrameError: the frame is whole, but not the expected one.
+        StaleFrameError: the frame is whole, but of another run, version, plan or pair.
+        RepeatedFrameError, MissingFrameError: it is not the next one.
 
     Collective: no.
     """
@@ -144,9 +271,8 @@ def unpack_frame(
             f"frame of {frame.numel()} bytes is shorter than its header of {_HEADER.size}"
         )
     header = bytearray(frame[: _HEADER.size].numpy().tobytes())
-    fields = _HEADER.unpack(header)
-    magic, protocol, codec_number, dtype_number, *rest = fields
-    found, (num_regions, _, num_elements, body_bytes, tail_bytes, checksum) = tuple(rest[:6]), rest[6:]
+    magic, protocol, codec_number, dtype_number, *rest = _HEADER.unpack(header)
+    found, (num_regions, _, start, end, *lengths, checksum) = tuple(rest[:6]), rest[6:]
     if magic != MAGIC:
         raise CorruptFrameError(f"frame begins with {magic!r}, not {MAGIC!r}")
     struct.pack_into("<Q", header, _CHECKSUM_OFFSET, 0)
@@ -155,15 +281,40 @@ def unpack_frame(
         raise CorruptFrameError("frame checksum differs: bytes were damaged on the way")
     codec = next((codec for codec in codecs if codec.number == codec_number), codecs[0])
     expected = (PROTOCOL_VERSION, codec.number, _DTYPES[identity.dtype], len(numels), *identity.fields())
-    got = (protocol, codec_number, dtype_number, num_regions, *found)
-    if got != expected:
-        wrong = [
-            f"{n}={g!r} (expected {e!r})"
-            for n, g, e in zip(_IDENTITY_NAMES, got, expected, strict=True)
-            if g != e
-        ]
+    _check_identity((protocol, codec_number, dtype_number, num_regions, *found), expected)
+    _check_span(start, end, begin, sum(numels))
+    windows = windows_of(numels, start, end)
+    inner = [contexts[w.region] for w in windows] if contexts else [None] * len(windows)
+    parts = [c and c.window(w.start, w.stop) for c, w in zip(inner, windows, strict=True)]
+    num_elements, body_bytes, tail_bytes = lengths
+    changes = _regions(
+        payload, codec, identity.dtype, [window.numel for window in windows], parts, (body_bytes, tail_bytes)
+    )
+    if sum(change.value.numel() for change in changes) != num_elements:
+        raise CorruptFrameError(
+            f"frame holds another number of elements than its header says ({num_elements})"
+        )
+    return Unpacked(end=end, windows=windows, changes=tuple(changes))
+
+
+def _check_identity(got: tuple[object, ...], expected: tuple[object, ...]) -> None:
+    pairs = list(zip(_IDENTITY_NAMES, got, expected, strict=True))
+    wrong = [f"{n}={g!r} (expected {e!r})" for n, g, e in pairs if g != e]
+    if wrong:
         raise StaleFrameError(f"frame belongs elsewhere: {', '.join(wrong)}")
-    return _regions(payload, codec, identity.dtype, numels, (body_bytes, tail_bytes, num_elements))
+
+
+def _check_span(start: int, end: int, begin: int, total: int) -> None:
+    if start < begin:
+        raise RepeatedFrameError(
+            f"a frame begins at element {start}, but all up to {begin} came: it was sent twice"
+        )
+    if start > begin:
+        raise MissingFrameError(
+            f"a frame begins at element {start}, but the last one ended at {begin}: one is missing or late"
+        )
+    if not start < end <= total and total:
+        raise CorruptFrameError(f"a frame covers elements {start} to {end} of {total}")
 
 
 def _regions(
@@ -171,9 +322,10 @@ def _regions(
     codec: Codec,
     dtype: torch.dtype,
     numels: Sequence[int],
-    lengths: tuple[int, int, int],
+    contexts: Sequence[Context | None],
+    lengths: tuple[int, int],
 ) -> list[RegionChange]:
-    body_bytes, tail_bytes, num_elements = lengths
+    body_bytes, tail_bytes = lengths
     table_bytes = 4 * len(numels)
     body_start = table_bytes + padding(table_bytes)
     length = body_start + body_bytes + tail_bytes
@@ -189,17 +341,13 @@ def _regions(
         [counts[place] for place in sparse],
         [numels[place] for place in sparse],
         dtype,
+        [contexts[place] for place in sparse],
     )
     changes = dict(zip(sparse, decoded, strict=True))
     tail = payload[body_start + body_bytes :].view(dtype)
     for place, value in zip(whole, torch.split(tail, [numels[place] for place in whole]), strict=True):
         changes[place] = RegionChange(numel=numels[place], value=value)
-    ordered = [changes[place] for place in range(len(numels))]
-    if sum(change.value.numel() for change in ordered) != num_elements:
-        raise CorruptFrameError(
-            f"frame holds another number of elements than its header says ({num_elements})"
-        )
-    return ordered
+    return [changes[place] for place in range(len(numels))]
 
 
 def _checksum(header: bytes, payload: torch.Tensor) -> int:

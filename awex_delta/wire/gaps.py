@@ -24,7 +24,7 @@ import torch
 
 from awex_delta.errors import CorruptFrameError
 from awex_delta.numerics.ulp import UNSTATED
-from awex_delta.wire.codec import RegionChange, as_bytes
+from awex_delta.wire.codec import Context, RegionChange, as_bytes, padding
 from awex_delta.wire.steps import stated_steps, step_limits, step_streams
 from awex_delta.wire.streams import entropy_bytes, join_streams, split_streams
 
@@ -50,6 +50,11 @@ class GapCodec:
     compress: bool
     levels: tuple[Level, ...] = LEVELS
 
+    @property
+    def needs_context(self) -> bool:
+        """See `Codec.needs_context`."""
+        return False
+
     def size(self, change: RegionChange, dtype: torch.dtype) -> int:
         """See `Codec.size`. Where streams are packed, the entropy that they come close to."""
         count = change.value.numel()
@@ -63,6 +68,15 @@ class GapCodec:
         else:
             step_bytes = sum(stream.numel() for stream in step_streams(code))
         return gap_bytes + step_bytes + num_unstated * dtype.itemsize
+
+    def limit(self, count: int, numel: int, dtype: torch.dtype) -> int:
+        """See `Codec.limit`. A gap that escapes a level is at least as long as the level's limit."""
+        streams = [count * self.levels[0][0].itemsize]
+        for (_, limit), width in zip(self.levels, [*_widths(self.levels)[1:]], strict=True):
+            streams.append(min(count, numel // limit) * width)
+        streams += step_limits(count) if self._has_steps(dtype) else []
+        streams.append(count * dtype.itemsize)
+        return sum(16 + stream + padding(stream) for stream in streams)
 
     def encode(self, changes: Sequence[RegionChange], dtype: torch.dtype) -> torch.Tensor:
         """See `Codec.encode`."""
@@ -78,9 +92,15 @@ class GapCodec:
         return join_streams([as_bytes(stream) for stream in (*streams, value)], compress=self.compress)
 
     def decode(
-        self, body: torch.Tensor, counts: Sequence[int], numels: Sequence[int], dtype: torch.dtype
+        self,
+        body: torch.Tensor,
+        counts: Sequence[int],
+        numels: Sequence[int],
+        dtype: torch.dtype,
+        contexts: Sequence[Context | None] = (),
     ) -> list[RegionChange]:
         """See `Codec.decode`."""
+        del contexts
         total = sum(counts)
         if any(count > numel for count, numel in zip(counts, numels, strict=True)):
             raise CorruptFrameError("more elements changed in a region than it has")
@@ -88,7 +108,7 @@ class GapCodec:
             if body.numel():
                 raise CorruptFrameError(f"{body.numel()} bytes for no changed element")
             return _split_regions(numels, counts, torch.empty(0, dtype=torch.int64), None, None, dtype)
-        widths = [level[0].itemsize for level in self.levels] + [torch.int64.itemsize]
+        widths = _widths(self.levels)
         limits = [total * width for width in widths]
         limits += step_limits(total) if self._has_steps(dtype) else []
         streams = split_streams(body, [*limits, total * dtype.itemsize])
@@ -168,6 +188,11 @@ def gap_positions(
         part.sub_(begin + 1)
         begin = end
     return index
+
+
+def _widths(levels: Sequence[Level]) -> list[int]:
+    """Bytes of an entry in each gap stream."""
+    return [dtype.itemsize for dtype, _ in levels] + [torch.int64.itemsize]
 
 
 def _position_entropy(count: int, numel: int) -> int:

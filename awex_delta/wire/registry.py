@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from awex_delta.errors import ConfigError
 from awex_delta.wire.choice import AUTO
 from awex_delta.wire.codec import Codec, IndicesCodec
+from awex_delta.wire.context import ContextCodec, load_loops, numba_is_installed
 from awex_delta.wire.gaps import GapCodec
 
 _ALL: tuple[Codec, ...] = (
@@ -14,6 +15,7 @@ _ALL: tuple[Codec, ...] = (
     GapCodec(name="gaps", number=2, steps=False, compress=False),
     GapCodec(name="ulp", number=3, steps=True, compress=False),
     GapCodec(name="ulp_zstd", number=4, steps=True, compress=True),
+    ContextCodec(),
 )
 
 CODECS: Mapping[str, Codec] = {codec.name: codec for codec in _ALL}
@@ -25,16 +27,27 @@ def codecs_for(encoding: str) -> tuple[Codec, ...]:
     Raises:
         ConfigError: there is no such encoding.
     """
-    return tuple(CODECS.values()) if encoding == AUTO else (codec_named(encoding),)
+    if encoding != AUTO:
+        codec = codec_named(encoding)
+        if codec.needs_context:
+            load_loops()  # now, while no peer waits for it
+        return (codec,)
+    return tuple(codec for codec in CODECS.values() if not codec.needs_context)
 
 
 def codec_named(name: str) -> Codec:
     """The codec called `name`.
 
     Raises:
-        ConfigError: there is no such codec.
+        ConfigError: there is no such codec, or this machine lacks what it needs.
     """
     if name not in CODECS:
         known = ", ".join(sorted([AUTO, *CODECS]))
         raise ConfigError(f"weight_update_delta_encoding={name!r} is unknown: choose one of {known}")
-    return CODECS[name]
+    codec = CODECS[name]
+    if codec.needs_context and not numba_is_installed():
+        raise ConfigError(
+            f"weight_update_delta_encoding={name!r} needs numba, which is not installed here: "
+            "pip install 'awex-delta[context]' on trainers and engines, or choose ulp_zstd"
+        )
+    return codec

@@ -175,14 +175,15 @@ def test_the_frame_header_is_what_the_protocol_page_says() -> None:
 
     assert fields["magic, `AWEXDLTA`"] == b"AWEXDLTA"
     assert fields["run id"].hex() == identity.run_id
-    assert number("protocol version") == 1
+    assert number("protocol version") == 2
     assert number("codec") == CODECS["indices"].number
     assert number("wire dtype") == 3
     assert number("base version", signed=True) == -1
     assert number("target version", signed=True) == 7
     assert number("digest of the plan") == identity.plan
     assert (number("sender's seat"), number("receiver's seat")) == (3, 2)
-    assert (number("number of regions"), number("elements in all regions")) == (2, 5)
+    assert (number("number of regions"), number("changed elements")) == (2, 5)
+    assert (number("begin of the span"), number("end of the span")) == (0, sum(c.numel for c in changes))
     assert (number("bytes of the codec's body"), number("bytes of regions sent whole")) == (16, 6)
     header_bytes = rows[-1][0] + rows[-1][1]
     assert len(frame) == header_bytes + 8 + 16 + 6

@@ -57,6 +57,8 @@ FLOORS = {
     "report": 4,
     "session": 4,
     "verify": 4,
+    "pipeline": 4,
+    "staging": 4,
     "sender": 4,
     "receiver": 4,
     "trainers": 5,

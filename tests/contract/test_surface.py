@@ -39,6 +39,7 @@ TRAIN_SETTINGS = {
     "weight_update_delta_accumulate": False,
     "weight_update_verify": "touched",
     "weight_update_verify_interval": 0,
+    "weight_update_bucket_bytes": 64 << 20,
     "world_size_policy": "power_of_two",
     "weight_update_timeout_seconds": 300.0,
     "weight_update_connect_timeout_seconds": 300.0,
@@ -56,7 +57,7 @@ STRATEGY_SETTINGS = {"type": "separation", "target": None}
 
 # Packages that a user may lack, and the modules that exist for them alone.
 OPTIONAL_PACKAGES = (
-    *("apex", "matplotlib", "sglang", "transformer_engine", "vllm"),
+    *("apex", "matplotlib", "numba", "sglang", "transformer_engine", "vllm"),
     *("fastapi", "httpx", "prometheus_client", "uvicorn"),
 )
 NEED_AN_OPTIONAL_PACKAGE = (
@@ -68,6 +69,7 @@ NEED_AN_OPTIONAL_PACKAGE = (
     "awex_delta.report.figures",
     "awex_delta.report.page",
     "awex_delta.report.svg",
+    "awex_delta.wire.walk",
 )
 
 

@@ -182,7 +182,7 @@ def test_the_collectives_are_the_same_on_every_rank(make: Make) -> None:
         pairing.commit(version)
     traces = [[phase for phase in end.comm.trace if not phase.startswith("send")] for end in pairing.ends]
     assert all(trace == traces[0] for trace in traces)
-    assert any("sizes of float32, version 1" in phase for phase in traces[0])
+    assert any("frames of float32, version 1" in phase for phase in traces[0])
 
 
 def test_statistics_add_up(make: Make) -> None:
