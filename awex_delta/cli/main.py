@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from itertools import pairwise
 from typing import Annotated, Any
 
 import typer
@@ -98,4 +99,4 @@ def _explain(message: str, param: Any, words: list[str]) -> str:
 def _pairs(words: list[str]) -> list[tuple[str, str]]:
     """Each word with what may be its value: the next word, or what follows `=` in it."""
     inside = [(name, value) for name, is_pair, value in (word.partition("=") for word in words) if is_pair]
-    return [*zip(words, words[1:], strict=False), *inside]
+    return [*pairwise(words), *inside]
