@@ -18,13 +18,17 @@ PINNED := $(filter torch==2.13.0,$(TORCH))
 VLLM := $(if $(PINNED),$(if $(filter Linux-x86_64,$(shell uname -s)-$(shell uname -m)),.venv/.installed-vllm))
 SGLANG := $(if $(PINNED),.venv/.installed-sglang)
 
-.PHONY: demo test test-fast vllm sglang check format docs site bench clean
+.PHONY: demo example test test-fast vllm sglang check format docs site bench clean
 
 demo: .venv/.installed
 	$(BIN)/awex-delta demo
 
 # The report is tested in a browser. Where none can be installed, those tests are skipped by name.
 CHROMIUM := $(if $(shell command -v chromium chromium-browser google-chrome),,$(if $(filter 0,$(shell id -u)),$(if $(shell command -v apt-get),.venv/.installed-chromium)))
+
+# GRPO on word problems, some minutes on two cores: examples/gsm8k_grpo/README.md
+example: .venv/.installed
+	$(BIN)/python -W ignore -m examples.gsm8k_grpo.train tiny_cpu
 
 test: .venv/.installed-dev $(VLLM) $(SGLANG) $(CHROMIUM)
 	$(BIN)/python -m pytest
