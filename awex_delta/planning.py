@@ -23,6 +23,7 @@ SHARES = (0.005, 0.01, 0.03)
 
 _BF16, _FP32 = 2, 4
 _STEP_BITS = 2.0  # sign and size of a typical step: 89 % of them are one unit in the last place
+_CONTEXT_OVER_PACKED = 0.75  # what knowing the old exponents saves; `wire.choice` assumes the same
 _PACKED_OVER_ENTROPY = 1.02  # what zstd reaches, as `awex-delta bench wire` measures it
 
 
@@ -144,7 +145,7 @@ def bytes_per_change(encoding: str, share: float) -> float:
     """Expected bytes of one changed bf16 element, where changes are spread evenly.
 
     Args:
-        encoding: a name of `weight_update_delta_encoding`; "auto" counts as the smallest.
+        encoding: a name of `weight_update_delta_encoding`; "auto" counts as `ulp_zstd`.
         share: of all elements that changed, above 0 and below 1.
 
     Collective: no.
@@ -158,6 +159,7 @@ def bytes_per_change(encoding: str, share: float) -> float:
         "gaps": gap + _BF16,
         "ulp": gap + 0.5,
         "ulp_zstd": packed,
+        "ulp_context": _CONTEXT_OVER_PACKED * packed,
         "auto": packed,
     }
     return sizes[encoding]
@@ -223,7 +225,7 @@ def _plan(resolved: ResolvedDelta, topology: Topology, shape: ModelShape) -> Run
                 largest_sender_bytes=int(owned * engine.data * share * each),
                 largest_receiver_bytes=int(on_engine * share * each),
             )
-            for encoding in ("indices", "gaps", "ulp", "ulp_zstd")
+            for encoding in ("indices", "gaps", "ulp", "ulp_zstd", "ulp_context")
             for share in SHARES
             for each in [bytes_per_change(encoding, share)]
         ),
