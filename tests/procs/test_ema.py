@@ -72,9 +72,8 @@ def train_and_average(me: Rank, spec: TinySpec) -> Seen:
 @pytest.mark.parametrize(
     "spec",
     [
-        pytest.param(MOE, id="experts, router bias"),
+        pytest.param(replace(MOE, fp32_router=True), id="experts, router bias, fp32 router"),
         pytest.param(replace(MOE, ep=1, expert_bias=False, overlap_param_gather=True), id="late gather"),
-        pytest.param(replace(MOE, fp32_router=True), id="fp32 router"),
     ],
 )
 def test_owners_put_a_dense_average_together(spec: TinySpec) -> None:
