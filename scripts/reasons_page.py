@@ -167,8 +167,8 @@ EXCEPTIONS: Mapping[type[errors.AwexDeltaError], Advice] = {
         cause="On every rank alike, after the writes of an update: the message names the engine ranks, the "
         "tensors and which part of them. A write went astray or was dropped, memory decayed, or another "
         "hand wrote to the weights; see [verification](verify.md).",
-        remedy="As `UpdateError`: the next update repairs it. If it repeats, test the memory of that engine's "
-        "machine, and see whether something else writes its weights.",
+        remedy="As `UpdateError`: the next update repairs it. If it repeats, test the memory of that "
+        "engine's machine, and see whether something else writes its weights.",
     ),
     errors.LockstepError: Advice(
         cause="On every rank alike: the caller asked for different versions, trainer ranks belong to "
