@@ -177,6 +177,44 @@ def seconds(function: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
+def in_turns(timed: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
+    """Seconds of each, `repeats` times, after a round that warms up."""
+    samples: dict[str, list[float]] = {name: [] for name in timed}
+    for repeat in range(repeats + 1):
+        for name, function in timed.items():
+            elapsed = seconds(function)
+            if repeat > 0:
+                samples[name].append(elapsed)
+    return samples
+
+
+def methods(
+    training: Training,
+    detection: Detection,
+    baseline: SnapshotBaseline,
+    samples: Mapping[str, list[float]],
+    *,
+    repeats: int,
+) -> dict[str, dict[str, float]]:
+    """Both methods of detection side by side."""
+    return {
+        "adamw": {
+            "seconds": statistics.median(samples["detect"]),
+            "commit_seconds": 0.0,  # a step count for each slice
+            "kept_bytes": 0,
+            "peak_extra_bytes": peak_extra_bytes(lambda: detect(training)),
+            "wire_bytes": wire_bytes(training, detection),
+        },
+        "snapshot": {
+            "seconds": statistics.median(samples["snapshot"]),
+            "kept_bytes": baseline.num_bytes,
+            "peak_extra_bytes": peak_extra_bytes(baseline.detect),
+            "wire_bytes": wire_bytes(training, baseline.detect()),
+            "commit_seconds": statistics.median(seconds(baseline.committed) for _ in range(repeats)),
+        },
+    }
+
+
 def run(*, num_elements: int = 32_000_000, repeats: int = 5) -> dict[str, object]:
     """Measure detection on this machine's CPUs.
 
@@ -210,12 +248,7 @@ def run(*, num_elements: int = 32_000_000, repeats: int = 5) -> dict[str, object
         "digest": digests.of_changes,
         "digest_all": digests.of_all,
     }
-    samples: dict[str, list[float]] = {name: [] for name in timed}
-    for repeat in range(repeats + 1):
-        for name, function in timed.items():
-            elapsed = seconds(function)
-            if repeat > 0:  # the first round warms up
-                samples[name].append(elapsed)
+    samples = in_turns(timed, repeats)
     median = {name: statistics.median(values) for name, values in samples.items()}
 
     num_found = detection.num_changed
@@ -233,22 +266,7 @@ def run(*, num_elements: int = 32_000_000, repeats: int = 5) -> dict[str, object
         "num_missed": missed(training, detection),
         "digest_over_detect": median["digest"] / median["detect"],
         "digest_all_over_detect": median["digest_all"] / median["detect"],
-        "methods": {
-            "adamw": {
-                "seconds": median["detect"],
-                "commit_seconds": 0.0,  # a step count for each slice
-                "kept_bytes": 0,
-                "peak_extra_bytes": peak_extra_bytes(lambda: detect(training)),
-                "wire_bytes": wire_bytes(training, detection),
-            },
-            "snapshot": {
-                "seconds": median["snapshot"],
-                "kept_bytes": baseline.num_bytes,
-                "peak_extra_bytes": peak_extra_bytes(baseline.detect),
-                "wire_bytes": wire_bytes(training, baseline.detect()),
-                "commit_seconds": statistics.median(seconds(baseline.committed) for _ in range(repeats)),
-            },
-        },
+        "methods": methods(training, detection, baseline, samples, repeats=repeats),
         "copy_bytes_per_second": bandwidth,
         "first_call_seconds": first_call,
         "samples": samples,
