@@ -55,7 +55,7 @@ REASONS: Mapping[Reason, Advice] = {
     Reason.NOT_ADAMW: Advice(
         cause="The optimizer class is not one of torch's, Transformer Engine's or Apex's AdamW, or a group "
         "of it uses L2 decay, amsgrad or no bias correction. Also CPU-offloading wrappers.",
-        remedy="Train with decoupled AdamW, or leave deltas off.",
+        remedy="Train with decoupled AdamW, or set `weight_update_delta_method: snapshot`.",
     ),
     Reason.MOMENTS_MISSING: Advice(
         cause="A step was counted, but `exp_avg` or `exp_avg_sq` of a parameter is not there, or has another "

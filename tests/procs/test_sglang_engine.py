@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from tests.procs.vllm_members import PROMPTS
 from tests.procs.vllm_training import NUM_VERSIONS, Training, plan_of
 
 pytestmark = [
-    pytest.mark.timeout(500),
+    pytest.mark.timeout(1000),
     pytest.mark.skipif(not sglang_cpu.sglang_found(), reason="SGLang is not installed: make sglang"),
 ]
 
@@ -29,16 +31,20 @@ pytestmark = [
 def run_member(folder: Path, **job: Any) -> list[Any]:
     path = folder / "answers.json"
     path.unlink(missing_ok=True)
-    done = subprocess.run(
+    process = subprocess.Popen(
         [sys.executable, "-m", "tests.procs.sglang_member", json.dumps({**job, "path": str(path)})],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=240,
-        check=False,
+        start_new_session=True,  # SGLang's own processes end with it
     )
-    assert path.exists(), done.stdout[-6000:]
+    try:
+        output, _ = process.communicate(timeout=400)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    assert path.exists(), output[-6000:]
     answers: list[Any] = json.loads(path.read_text())
     return answers
 
