@@ -202,6 +202,13 @@ def _disk_problems(train: TrainEngineConfig) -> Iterator[str]:
                 "what is in a folder must be readable without the weights that it builds on",
                 "set weight_update_delta_encoding: ulp_zstd",
             )
+        if train.weight_update_delta_encoding == "ulp_context":
+            yield _problem(
+                "train.weight_update_delta_encoding",
+                train.weight_update_delta_encoding,
+                "readers of a folder do not know which ranges each trainer rank owns, which it needs",
+                "set weight_update_delta_encoding: ulp_zstd",
+            )
         if train.weight_update_release_grad_buffers:
             yield _problem(
                 "train.weight_update_release_grad_buffers",

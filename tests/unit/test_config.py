@@ -387,6 +387,11 @@ def test_through_a_folder_any_number_of_ranks_will_do() -> None:
     [
         ({"weight_update_transport": "disk"}, "weight_update_disk_url = ''", "s3://bucket/run"),
         (
+            {**DISK, "weight_update_delta_encoding": "ulp_context"},
+            "weight_update_delta_encoding = 'ulp_context'",
+            "weight_update_delta_encoding: ulp_zstd",
+        ),
+        (
             {**DISK, "weight_update_release_grad_buffers": True},
             "weight_update_release_grad_buffers = True",
             "weight_update_release_grad_buffers: false",

@@ -195,7 +195,7 @@ def _unpack(entry: TensorEntry, body: torch.Tensor, overlap: Overlap) -> Staged:
         value = body.view(dtype).view(entry.extent)[overlap.source.slices]
         return Staged(overlap=overlap, value=value, index=None)
     codec = CODECS.get(entry.encoding)
-    if codec is None:
+    if codec is None or codec.needs_context:
         raise CorruptFrameError(f"{entry.name} is packed as {entry.encoding!r}, which is not known here")
     (change,) = codec.decode(body, [entry.count], [entry.numel], dtype)
     change = _cut(change, entry, overlap.source)

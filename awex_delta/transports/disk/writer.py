@@ -233,7 +233,7 @@ class DiskWriter:
             rank_info=dict(layout.rank_info),
             vocab_size=layout.vocab_size,
             tied_embeddings=layout.tied_embeddings,
-            params=param_specs(self._routes),
+            params=param_specs(self._routes, with_ranges=False),
         ).model_dump(mode="json")
 
     def _detect(self, version: int) -> Detection:
