@@ -18,7 +18,7 @@ from awex_delta.gateway.sides import End, Order, ReceiverEnd, SenderEnd, SglangE
 from awex_delta.receiver import Receiver
 from awex_delta.sender import Sender
 from awex_delta.trainers.torch_adamw import TorchAdamWTrainer
-from awex_delta.types import DeltaSettings, EngineView, TrainerView
+from awex_delta.types import DeltaSettings, EngineView, SharedTrainerView, TrainerView
 
 _TRAINERS = (
     "Megatron's model chunks with its optimizer and an hf_config, a torch module or a mapping of tensors "
@@ -48,6 +48,8 @@ def trainer_side(
         return _trainer("Sender", lambda _: SenderEnd(trained), brings_meeting=True, num_pairs=1)
     if isinstance(trained, Mapping) and trained and all(isinstance(v, Sender) for v in trained.values()):
         return _trainer("Senders", lambda order: _named_sender(trained, order), brings_meeting=True)
+    if optimizer is None and isinstance(trained, SharedTrainerView):
+        return _trainer(type(trained).__name__, lambda order: _forked_end(trained, order))
     if optimizer is None and isinstance(trained, TrainerView):
         return _trainer(type(trained).__name__, lambda order: _view_end(trained, order), num_pairs=1)
     if isinstance(optimizer, torch.optim.AdamW):
@@ -154,6 +156,12 @@ def _view_end(view: TrainerView, order: Order, after_close: Callable[[], None] |
     device = next((view.tensor(info.key).device for info in view.weights()), None)
     sender = Sender(view, order.rendezvous, rank, order.settings, device=device)
     return SenderEnd(sender, after_close)
+
+
+def _forked_end(view: SharedTrainerView, order: Order) -> End:
+    """Each pair counts changes from its own commits."""
+    fork = view.fork()
+    return _view_end(fork, order, fork.detach)
 
 
 def _named_tensors(trained: Any) -> Mapping[str, torch.Tensor] | None:

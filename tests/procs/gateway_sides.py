@@ -152,7 +152,7 @@ def free_port() -> int:
 
 
 def wait_for(url: str, process: BaseProcess) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120  # the first one loads torch, AWEX and Megatron
     while True:
         try:
             if httpx.get(url, timeout=2, trust_env=False).status_code == 200:

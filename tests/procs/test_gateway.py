@@ -19,7 +19,7 @@ from tests.procs.gateway_sides import (
     serve_trainer,
 )
 
-pytestmark = pytest.mark.timeout(150)
+pytestmark = pytest.mark.timeout(240)
 
 STEPS_OF_CHECKPOINT = 2
 
@@ -36,6 +36,13 @@ def fleet() -> Iterator[Fleet]:
     fleet.close()
 
 
+@pytest.fixture
+def client(fleet: Fleet) -> Iterator[Client]:
+    client = Client(fleet.lives["gateway"].url)
+    yield client
+    client.http.close()
+
+
 def equal(trainer: Life, engine: Life) -> bool:
     """Whether the engine holds the trainer's bits, read from both processes past the product."""
     want, got = trainer.ask("bits"), engine.ask("bits")
@@ -43,8 +50,7 @@ def equal(trainer: Life, engine: Life) -> bool:
     return all(np.array_equal(want[name], got[name]) for name in want)
 
 
-def test_the_full_life_of_two_pairs(fleet: Fleet) -> None:
-    client = Client(fleet.lives["gateway"].url)
+def test_the_full_life_of_two_pairs(fleet: Fleet, client: Client) -> None:
     for pair in "ab":
         answer = client.connect(pair, fleet.lives[f"trainer {pair}"], fleet.lives[f"engine {pair}"])
         assert answer.status_code == 200, answer.text
@@ -67,9 +73,8 @@ def test_the_full_life_of_two_pairs(fleet: Fleet) -> None:
 
 
 def test_an_engine_killed_in_an_update_rejoins_by_a_full_sync_while_the_other_pair_goes_on(
-    fleet: Fleet,
+    fleet: Fleet, client: Client
 ) -> None:
-    client = Client(fleet.lives["gateway"].url)
     for pair in "ab":
         client.connect(pair, fleet.lives[f"trainer {pair}"], fleet.lives[f"engine {pair}"])
         assert client.update(pair, 0).status_code == 200
@@ -100,8 +105,9 @@ def test_an_engine_killed_in_an_update_rejoins_by_a_full_sync_while_the_other_pa
     assert equal(trainer, engine)
 
 
-def test_a_trainer_killed_and_restarted_from_an_older_step_begins_a_new_run(fleet: Fleet) -> None:
-    client = Client(fleet.lives["gateway"].url)
+def test_a_trainer_killed_and_restarted_from_an_older_step_begins_a_new_run(
+    fleet: Fleet, client: Client
+) -> None:
     engine = fleet.lives["engine a"]
     client.connect("a", fleet.lives["trainer a"], engine)
     for version in range(1, 5):
@@ -118,8 +124,7 @@ def test_a_trainer_killed_and_restarted_from_an_older_step_begins_a_new_run(flee
     assert equal(trainer, engine)
 
 
-def test_a_client_that_goes_away_leaves_a_whole_update_behind(fleet: Fleet) -> None:
-    client = Client(fleet.lives["gateway"].url)
+def test_a_client_that_goes_away_leaves_a_whole_update_behind(fleet: Fleet, client: Client) -> None:
     trainer, engine = fleet.lives["trainer a"], fleet.lives["engine a"]
     client.connect("a", trainer, engine)
     body = b'{"pair": "a", "version": 0}'

@@ -43,7 +43,7 @@ def shape(side: Side) -> tuple[str, str, int, bool, int | None]:
 def test_a_trainer_view_a_sender_and_several_senders() -> None:
     view = TorchAdamWTrainer.create(SHAPES)
     sender = Sender(view, MEETING, 0, DeltaSettings())
-    assert shape(trainer_side(view)) == ("trainer", "TorchAdamWTrainer", 1, False, 1)
+    assert shape(trainer_side(view)) == ("trainer", "TorchAdamWTrainer", 1, False, None)
     assert shape(trainer_side(sender)) == ("trainer", "Sender", 1, True, 1)
     assert shape(trainer_side({"a": sender})) == ("trainer", "Senders", 1, True, None)
     with pytest.raises(ConfigError, match=r"pair='a': this trainer has senders for other"):
