@@ -63,6 +63,7 @@ class Comm:
         """
         self.rendezvous = rendezvous
         self.seat = seat
+        self._me = rendezvous.place(seat)
         self.epoch = -1
         self.purpose = "connect"
         self.trace: list[str] = []
@@ -93,9 +94,7 @@ class Comm:
         seen, self.epoch = self.epoch, current
         self._leave()
         if seen >= 0 and self._open_store().find(f"{current}/cause") == purpose:
-            raise PeerError(
-                f"seat {self.seat}: {purpose} was given up by another rank before this one began it"
-            )
+            raise PeerError(f"{self._me}: {purpose} was given up by another rank before this one began it")
         return False
 
     def absent_engines(self) -> tuple[int, ...]:
@@ -141,7 +140,7 @@ class Comm:
             self.abandon()
             waited = self._connect_timeout.total_seconds()
             raise ConnectError(
-                f"seat {self.seat}: {self.rendezvous.name_seats(missing)} did not arrive within {waited:g} s "
+                f"{self._me}: {self.rendezvous.name_seats(missing)} did not arrive within {waited:g} s "
                 f"(is enable_delta_weight_update on on both sides?): {first_line(error)}"
             ) from error
 
@@ -203,7 +202,8 @@ class Comm:
         sizes = [int.from_bytes(row, "little") for row in rows]
         for seat, size in enumerate(sizes):
             if size > MAX_JSON_BYTES:
-                raise ConnectError(f"seat {seat} announces {size} bytes, more than {MAX_JSON_BYTES}")
+                place = self.rendezvous.place(seat)
+                raise ConnectError(f"{place} announces {size} bytes, more than {MAX_JSON_BYTES}")
         blobs = self.gather(text, width=max(sizes) + 4, phase=phase)
         return [_parse_json(seat, blob) for seat, blob in enumerate(blobs)]
 
@@ -293,7 +293,7 @@ class Comm:
         who = self.rendezvous.name_seats(late) if late else "a peer"
         limit = self._timeout.total_seconds()
         return PeerError(
-            f"seat {self.seat} waited in phase {phase!r} for {who} (limit {limit:g} s): {first_line(error)}"
+            f"{self._me} waited in phase {phase!r} for {who} (limit {limit:g} s): {first_line(error)}"
         )
 
     def _mark(self, phase: str) -> None:

@@ -66,6 +66,10 @@ class Rendezvous:
             raise ConfigError(f"trainer_rank={trainer_rank} is outside [0, {self.num_trainer_ranks})")
         return self.num_engine_ranks + trainer_rank
 
+    def place(self, seat: int) -> str:
+        """One transfer rank as a person would call it, and as logs count it: `trainer rank 1, seat 3`."""
+        return f"{self.name_seats([seat])}, seat {seat}"
+
     def name_seats(self, seats: Sequence[int]) -> str:
         """Transfer ranks as a person would call them: `engine rank 0, trainer rank 2`."""
         first = self.num_engine_ranks

@@ -151,7 +151,8 @@ class Session:
         values = self.comm.gather_json(spec, phase="describe")
         failed = {s: v["error"] for s, v in enumerate(values) if isinstance(v, dict) and "error" in v}
         if failed:
-            raise ConnectError("; ".join(f"seat {seat}: {text}" for seat, text in failed.items()))
+            place = self.comm.rendezvous.place
+            raise ConnectError("; ".join(f"{place(seat)}: {text}" for seat, text in failed.items()))
         self.world = self._complete(parse_world(values, self.comm.rendezvous.num_engine_ranks))
         self.plan = build_plan(self.world)
         self._limits = {
@@ -222,9 +223,10 @@ class Session:
             raise LockstepError(f"ranks are in different phases (seat, phase, version): {places}")
         failed = {seat: row.failure for seat, row in enumerate(rows) if row.failure}
         if failed:
+            place = self.comm.rendezvous.place
             raise UpdateAborted(
                 f"version {self._version} was given up in phase {phase!r}: "
-                + "; ".join(f"seat {seat}: {text}" for seat, text in failed.items())
+                + "; ".join(f"{place(seat)}: {text}" for seat, text in failed.items())
             )
         return [row.facts for row in rows]
 
@@ -253,8 +255,9 @@ class Session:
         for sender, receiver in product(range(world_size), repeat=2):
             count, limit = matrix[sender][receiver], self._limits.get((sender, receiver, dtype), 0)
             if count > limit:
+                place = self.comm.rendezvous.place
                 raise LockstepError(
-                    f"seat {sender} announces {count} frames for seat {receiver}, "
+                    f"{place(sender)} announces {count} frames for {place(receiver)}, "
                     f"whose regions need at most {limit}"
                 )
         return matrix
@@ -283,9 +286,10 @@ class Session:
             try:
                 found.append(rows.validate_json(blob))
             except ValidationError as error:
+                cause = error.errors(include_url=False)[0]["msg"]
                 raise LockstepError(
-                    f"seat {seat} is not in phase {phase!r} of version {self._version}, or speaks another "
-                    f"protocol: {error.errors(include_url=False)[0]['msg']}"
+                    f"{self.comm.rendezvous.place(seat)} is not in phase {phase!r} of version "
+                    f"{self._version}, or speaks another protocol: {cause}"
                 ) from error
         return found
 

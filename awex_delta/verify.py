@@ -172,7 +172,8 @@ class Verifier:
         for seat, row in enumerate(rows):
             whole = isinstance(row, list) and all(type(total) is int for total in row)
             if not whole or len(row) != len(units):
-                raise LockstepError(f"seat {seat} sent no digests in phase {phase!r}")
+                place = self._session.comm.rendezvous.place(seat)
+                raise LockstepError(f"{place} sent no digests in phase {phase!r}")
         differ = [
             unit for unit, totals in zip(units, zip(*rows, strict=True), strict=True) if sum(totals) % MODULUS
         ]

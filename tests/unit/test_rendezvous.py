@@ -6,6 +6,7 @@ import socket
 from pathlib import Path
 
 import pytest
+from torch._C._distributed_c10d import HashStore
 
 from awex_delta.errors import ConfigError
 from awex_delta.rendezvous import Rendezvous, first_line, host_store
@@ -66,3 +67,8 @@ def test_updates_between_ranks_need_both_sides(engines: int, trainers: int, fiel
 def test_errors_of_torch_are_cut_to_what_they_say() -> None:
     text = "[/src/pair.cc:553] Connection closed by peer [127.0.0.1]:40834. This is typically caused by\nmore"
     assert first_line(RuntimeError(text)) == "Connection closed by peer [127.0.0.1]:40834"
+
+
+def test_a_seat_is_named_by_side_rank_and_seat() -> None:
+    rendezvous = Rendezvous(num_engine_ranks=2, num_trainer_ranks=2, store=HashStore())
+    assert [rendezvous.place(seat) for seat in (1, 3)] == ["engine rank 1, seat 1", "trainer rank 1, seat 3"]
