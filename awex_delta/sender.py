@@ -265,15 +265,14 @@ class Sender:
         if self._shares_whole:
             _, late = self._session.attempt(None, self._view.gather_params)
             failure = failure or late
-        packed, here = self._session.attempt(
-            "encode", lambda: self._pack(decision, detection, watch, verifier)
-        )
+        work = partial(self._pack, decision, detection, watch, verifier)
+        packed, here = self._session.attempt("encode", work)
         self._session.agree("encode", failure or here or verifier.failure)
         watch.lap("encode")
         frames, num_elements = packed or ({}, 0)
         num_bytes, failure = 0, ""
         for dtype in self._session.plan.dtypes:
-            outgoing = {receiver: packs for (receiver, kind), packs in frames.items() if kind is dtype}
+            outgoing = {peer: packs for (peer, kind), packs in frames.items() if kind is dtype}
             sent, here = send_frames(self._session, dtype, outgoing, watch)
             num_bytes, failure = num_bytes + sent, failure or here
         self._session.agree("stage", failure)

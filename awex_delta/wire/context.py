@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,11 +37,7 @@ from awex_delta.wire.codec import Context, RegionChange, as_bytes
 from awex_delta.wire.gaps import GapCodec
 from awex_delta.wire.steps import stated_steps, step_limits, step_streams
 from awex_delta.wire.streams import join_streams, split_streams
-
-Ints = NDArray[np.int64]
-
-BLOCK = 1 << 22
-"""Weights that are read at a time."""
+from awex_delta.wire.weights import Ints, Stated, blocks_of, index_of, segments_of, unstated_of
 
 GROUP = 4096
 """Changes of a group at least, but for the last one."""
@@ -131,7 +127,7 @@ class ContextCodec:
         classes, steps = found.classes, torch.from_numpy(found.steps)
         high, low, wide = _split(classes, found.gaps)
         table = classes.kinds | classes.shifts << 8 | classes.counts << 16
-        streams = [*map(torch.from_numpy, (table, low, wide)), _PLAIN.encode([_unstated(changes)], dtype)]
+        streams = [*map(torch.from_numpy, (table, low, wide)), _PLAIN.encode([unstated_of(changes)], dtype)]
         groups = classes.groups()
         for group in groups:
             streams += [torch.from_numpy(high[group]), *step_streams(steps[group])]
@@ -169,42 +165,6 @@ _PLAIN = GapCodec(name="gaps of unstated", number=0, steps=False, compress=True)
 _PLAIN_STEPS = GapCodec(name="gaps and steps", number=0, steps=True, compress=True)
 
 
-def _index(change: RegionChange) -> Ints:
-    if change.index is None:
-        raise WireError("a whole region has no positions")
-    index: Ints = change.index.cpu().numpy()
-    return index
-
-
-def _bits(weights: torch.Tensor) -> NDArray[np.uint16]:
-    """bf16 [n] as patterns on the CPU."""
-    patterns: NDArray[np.uint16] = weights.detach().cpu().contiguous().view(torch.int16).numpy()
-    return patterns.view(np.uint16)
-
-
-def _segments(context: Context | None, left_out: Ints) -> Ints:
-    """The owned ranges without single positions, int64 [k, 2], all ascending."""
-    if context is None or not context.owned:
-        return np.empty((0, 2), np.int64)
-    starts, stops = np.array(context.owned, np.int64).T
-    inside = np.searchsorted(starts, left_out, side="right") - 1
-    cuts = left_out[(inside >= 0) & (left_out < stops[np.maximum(inside, 0)])]
-    starts = np.sort(np.concatenate([starts, cuts + 1]))
-    stops = np.sort(np.concatenate([stops, cuts]))
-    return np.ascontiguousarray(np.stack([starts, stops], axis=1)[starts < stops])
-
-
-def _blocks(context: Context | None, segments: Ints) -> Iterator[tuple[int, NDArray[np.uint16]]]:
-    """Where a block begins, and its patterns; only what lies between the first and the last segment."""
-    if context is None or not len(segments):
-        return
-    start, end = int(segments[0, 0]), int(segments[-1, 1])
-    while start < end:
-        stop = min(start + BLOCK, end)
-        yield start, _bits(context.weights(start, stop))
-        start = stop
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Found:
     """What the sender's walk found: the exponents, and by slot the gap and the step."""
@@ -220,7 +180,7 @@ def _walk_sender(changes: Sequence[RegionChange]) -> _Found:
     Raises:
         WireError: an element changed that the sender does not own.
     """
-    loops, regions = load_loops(), [_Stated.of(change) for change in changes if change.value.numel()]
+    loops, regions = load_loops(), [Stated.of(change) for change in changes if change.value.numel()]
     num, kinds = np.zeros(_CLASSES, np.int64), []
     for region in regions:
         kinds.append(np.empty(len(region.code), np.uint8))
@@ -229,9 +189,9 @@ def _walk_sender(changes: Sequence[RegionChange]) -> _Found:
     gaps, steps = np.empty(total, np.int64), np.empty(total, np.int8)
     since, slot = np.zeros(4 * _CLASSES, np.int64), np.cumsum(num) - num
     for region, kind in zip(regions, kinds, strict=True):
-        segments = _segments(region.context, region.aside)
+        segments = segments_of(region.context, region.aside)
         at, inside = np.zeros(2, np.int64), True
-        for base, bits in _blocks(region.context, segments):
+        for base, bits in blocks_of(region.context, segments):
             inside &= loops.count_gaps(
                 bits, base, segments, at, region.index, kind, region.code, since, slot, gaps, steps
             )
@@ -244,28 +204,6 @@ def _walk_sender(changes: Sequence[RegionChange]) -> _Found:
     shifts = [min(max(0, mean.bit_length() - 5), MAX_SHIFT) for mean in (sums // counts).tolist()]
     classes = _Classes(kinds=present, counts=counts, shifts=np.array(shifts, np.int64))
     return _Found(classes=classes, gaps=gaps, steps=steps)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Stated:
-    """The changes of one region that state a step, and the positions of the others."""
-
-    context: Context | None
-    index: Ints
-    new: NDArray[np.uint16]
-    code: NDArray[np.int8]
-    aside: Ints
-
-    @classmethod
-    def of(cls, change: RegionChange) -> _Stated:
-        code, index, new = _stated_codes(change).numpy(), _index(change), _bits(change.value)
-        stated = code != UNSTATED
-        if stated.all():
-            return cls(context=change.context, index=index, new=new, code=code, aside=index[:0])
-        aside = index[~stated]
-        return cls(
-            context=change.context, index=index[stated], new=new[stated], code=code[stated], aside=aside
-        )
 
 
 def _walk_receiver(
@@ -281,7 +219,7 @@ def _walk_receiver(
     Raises:
         CorruptFrameError: they do not lie where the table says.
     """
-    loops, aside_of_all = load_loops(), _index(unstated)
+    loops, aside_of_all = load_loops(), index_of(unstated)
     begins = classes.ends - classes.counts
     left = classes.by_class(gaps[begins], 2**62)
     slot, last = classes.by_class(begins, 0), classes.by_class(classes.ends, 0)
@@ -289,11 +227,11 @@ def _walk_receiver(
     for (count, numel), context in zip(shapes, contexts, strict=True):
         first, stop = np.searchsorted(aside_of_all, (offset, offset + numel)).tolist()
         aside = aside_of_all[first:stop] - offset
-        segments = _segments(context, aside) if count else np.empty((0, 2), np.int64)
+        segments = segments_of(context, aside) if count else np.empty((0, 2), np.int64)
         places, codes = np.empty(count, np.int64), np.empty(count, np.int8)
         at, stated = np.zeros(2, np.int64), count - len(aside)
         room = places[: max(stated, 0)]
-        for base, bits in _blocks(context, segments):
+        for base, bits in blocks_of(context, segments):
             loops.find_changes(bits, base, segments, at, left, slot, last, gaps, steps, room, codes)
         if at[1] != stated:
             raise CorruptFrameError(f"{at[1]} changes with a step lie in a region of {stated}")
@@ -306,24 +244,6 @@ def _walk_receiver(
     if slot[classes.kinds].tolist() != classes.ends.tolist():
         raise CorruptFrameError("fewer changes lie among the weights than the frame lists")
     return changes
-
-
-def _stated_codes(change: RegionChange) -> torch.Tensor:
-    """int8 on the CPU; UNSTATED where nothing is known of the base."""
-    if change.context is None or change.code is None:
-        return torch.full(change.value.shape, UNSTATED, dtype=torch.int8)
-    return change.code.cpu()
-
-
-def _unstated(changes: Sequence[RegionChange]) -> RegionChange:
-    """What is left out of the walk, all regions as one."""
-    index, value, offset = [torch.empty(0, dtype=torch.int64)], [torch.empty(0, dtype=torch.bfloat16)], 0
-    for change in changes:
-        none = _stated_codes(change) == UNSTATED
-        index.append(torch.from_numpy(_index(change))[none] + offset)
-        value.append(change.value.cpu()[none])
-        offset += change.numel
-    return RegionChange(numel=offset, index=torch.cat(index), value=torch.cat(value))
 
 
 def _split(classes: _Classes, gaps: Ints) -> tuple[NDArray[np.uint8], NDArray[np.uint8], Ints]:

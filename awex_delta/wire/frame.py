@@ -66,14 +66,8 @@ class FrameIdentity:
 
     def fields(self) -> tuple[object, ...]:
         """The identity as the header stores it."""
-        return (
-            bytes.fromhex(self.run_id),
-            self.base_version,
-            self.target_version,
-            self.plan,
-            self.sender,
-            self.receiver,
-        )
+        versions = self.base_version, self.target_version
+        return (bytes.fromhex(self.run_id), *versions, self.plan, self.sender, self.receiver)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

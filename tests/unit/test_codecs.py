@@ -224,7 +224,7 @@ def adamw_step(lr: float, numel: int = 400_000) -> tuple[torch.Tensor, torch.Ten
 
 @pytest.mark.parametrize(
     ("name", "limit"),
-    [("indices", 6.001), ("gaps", 3.05), ("ulp", 1.55), ("ulp_zstd", 1.20), ("ulp_context", 0.90)],
+    [("indices", 6.001), ("gaps", 3.05), ("ulp", 1.55), ("ulp_zstd", 1.20)],
 )
 @pytest.mark.parametrize("lr", [1e-6, 3e-6])
 def test_bytes_a_change(name: str, limit: float, lr: float) -> None:
@@ -234,8 +234,7 @@ def test_bytes_a_change(name: str, limit: float, lr: float) -> None:
     there_and_back(CODECS[name], [change], [old])
     body = CODECS[name].encode([change], BF16)
     assert body.numel() <= limit * index.numel()
-    if name != "ulp_context":  # whose size is what it would be without the context
-        assert CODECS[name].size(change, BF16) == pytest.approx(body.numel(), rel=0.12)
+    assert CODECS[name].size(change, BF16) == pytest.approx(body.numel(), rel=0.12)
     if name == "ulp_zstd":
         gap = torch.diff(index, prepend=torch.tensor([-1])) - 1
         assert change.code is not None
@@ -286,14 +285,13 @@ def test_auto_weighs_work_against_bytes(bytes_per_second: float | None, share: f
 
 
 @pytest.mark.parametrize("lr", [1e-6, 3e-6])
-@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("name", [codec.name for codec in codecs_for("auto")])
 def test_auto_expects_the_bytes_that_an_encoding_takes(name: str, lr: float) -> None:
     old, new = adamw_step(lr)
     index = (old.view(torch.int16) != new.view(torch.int16)).nonzero().view(-1)
     body = CODECS[name].encode([region(old, new, index)], BF16)
     share = index.numel() / old.numel()
-    rel = 0.1 if name == "ulp_context" else 0.05  # it gains more where more changed
-    assert expected_bytes(name, share) == pytest.approx(body.numel() / index.numel(), rel=rel)
+    assert expected_bytes(name, share) == pytest.approx(body.numel() / index.numel(), rel=0.05)
 
 
 # --- refusals -----------------------------------------------------------------------------------------------

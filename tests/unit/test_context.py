@@ -64,7 +64,7 @@ def oracle(old: torch.Tensor, index: torch.Tensor) -> tuple[list[int], list[int]
 
 @pytest.mark.parametrize("block", [1 << 22, 1000, 7])
 def test_the_walk_counts_what_a_slow_oracle_counts(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "BLOCK", block)
+    monkeypatch.setattr("awex_delta.wire.weights.BLOCK", block)
     old, new = adamw_step(1e-5, 20_000)
     index = (old.view(torch.int16) != new.view(torch.int16)).nonzero().view(-1)
     index = index[step_code(old[index], new[index]) != UNSTATED]
@@ -129,7 +129,7 @@ def test_any_weights_come_back(
     monkeypatch: pytest.MonkeyPatch,
     update: tuple[list[RegionChange], list[torch.Tensor], list[Context | None]],
 ) -> None:
-    monkeypatch.setattr(module, "BLOCK", block)
+    monkeypatch.setattr("awex_delta.wire.weights.BLOCK", block)
     monkeypatch.setattr(module, "GROUP", group)
     changes, olds, contexts = update
     counts, numels = [c.value.numel() for c in changes], [c.numel for c in changes]
