@@ -70,7 +70,7 @@ class Checkpoint:
         self._handles: dict[str, Any] = {}
         for file in _files_of(path):
             try:
-                handle: Any = safe_open(file, framework="pt")  # type: ignore[no-untyped-call]
+                handle: Any = safe_open(file, framework="pt")
             except (OSError, SafetensorError) as error:
                 raise ConfigError(f"{file} cannot be read as safetensors: {error}; copy it again") from error
             for name in handle.keys():  # noqa: SIM118 - it is no mapping

@@ -20,6 +20,11 @@ BLOCK = 1 << 22
 
 
 def index_of(change: RegionChange) -> Ints:
+    """Positions of the changes, int64 [n].
+
+    Raises:
+        WireError: the region travels whole.
+    """
     if change.index is None:
         raise WireError("a whole region has no positions")
     index: Ints = change.index.cpu().numpy()
@@ -74,6 +79,7 @@ class Stated:
 
     @classmethod
     def of(cls, change: RegionChange) -> Stated:
+        """Part the changes of a region."""
         code, index, new = stated_codes(change).numpy(), index_of(change), bits_of(change.value)
         stated = code != UNSTATED
         if stated.all():

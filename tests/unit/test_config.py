@@ -355,7 +355,10 @@ def test_keywords_are_refused_as_loaded_data_is() -> None:
 
 def test_every_encoding_in_the_settings_exists() -> None:
     for name in get_args(DeltaEncoding):
-        assert [codec.name for codec in codecs_for(name)] == ([*CODECS] if name == "auto" else [name])
+        if name != "auto":
+            assert [codec.name for codec in codecs_for(name)] == [name]
+    # Chosen by hand only: it needs numba on both sides.
+    assert {codec.name for codec in codecs_for("auto")} == CODECS.keys() - {"ulp_context"}
 
 
 # --- updates through a folder -------------------------------------------------------------------------------

@@ -54,7 +54,7 @@ def oracle(old: torch.Tensor, index: torch.Tensor) -> tuple[list[int], list[int]
     changed = torch.zeros(old.numel(), dtype=torch.bool)
     changed[index] = True
     places, gaps = [], []
-    for kind in exponent.unique().tolist():
+    for kind in sorted(set(exponent.tolist())):
         mine = (exponent == kind).nonzero().view(-1)
         ranks = changed[mine].nonzero().view(-1)
         places += mine[ranks].tolist()

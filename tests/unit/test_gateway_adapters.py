@@ -85,7 +85,8 @@ def test_engines_of_every_kind() -> None:
     )
     assert shape(engine_side(DictEngine(SHAPES))) == ("engine", "DictEngine", 1, False, 1)
     assert shape(engine_side(receiver)) == ("engine", "Receiver", 1, True, 1)
-    assert shape(engine_side(LlamaForCausalLM(tiny))) == ("engine", "transformers", 1, False, 1)
+    llama: Any = LlamaForCausalLM
+    assert shape(engine_side(llama(tiny))) == ("engine", "transformers", 1, False, 1)
     assert shape(engine_side(offline)) == ("engine", "vLLM", 6, False, 1)
     assert shape(engine_side(foreign("vllm", "AsyncLLM", vllm_config=parallel)))[2] == 6
     assert shape(engine_side(sglang)) == ("engine", "SGLang", 4, False, 1)

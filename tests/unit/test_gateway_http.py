@@ -20,7 +20,7 @@ from awex_delta.gateway.token import matches
 
 TOKEN = "-".join(["a", "token", "of", "the", "unit", "tests"])
 AUTHORIZED = {"Authorization": f"Bearer {TOKEN}"}
-CONFIG = {
+CONFIG: dict[str, Any] = {
     "train": {"backend": "megatron:d1", "enable_delta_weight_update": True},
     "rollout": {"backend": "vllm:d1"},
 }
@@ -57,7 +57,7 @@ def client() -> Iterator[TestClient]:
     ],
 )
 def test_no_verb_works_without_the_token(client: TestClient, verb: str, header: str | None) -> None:
-    headers = {} if header is None else {"Authorization": header.encode("latin-1")}
+    headers = [] if header is None else [(b"Authorization", header.encode("latin-1"))]
     answer = client.post(f"/{verb}", content=b"{", headers=headers)
     assert answer.status_code == 401
     assert answer.headers["www-authenticate"] == "Bearer"
