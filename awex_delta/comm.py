@@ -34,6 +34,7 @@ from torch._C._distributed_c10d import PrefixStore
 from awex_delta.errors import ConnectError, PeerError
 from awex_delta.rendezvous import Rendezvous, first_line
 from awex_delta.store import BoundedStore
+from awex_delta.types import DeltaSettings
 
 MAX_JSON_BYTES = 1 << 28
 """The longest description of one rank. A model of a hundred thousand tensors needs a tenth of it."""
@@ -46,9 +47,7 @@ class Comm:
         self,
         rendezvous: Rendezvous,
         seat: int,
-        *,
-        timeout_seconds: float,
-        connect_timeout_seconds: float,
+        settings: DeltaSettings,
         device: torch.device | None = None,
     ) -> None:
         """Take a seat; nothing is opened before `connect`.
@@ -56,8 +55,7 @@ class Comm:
         Args:
             rendezvous: where the ranks meet.
             seat: transfer rank.
-            timeout_seconds: longest wait for a peer in one operation.
-            connect_timeout_seconds: longest wait for all ranks to arrive in `connect`.
+            settings: name the longest waits: for a peer in one operation, and for all in `connect`.
             device: where weights live. On CUDA, weights travel over NCCL and frames and agreements
                 over Gloo; on the CPU everything travels over Gloo.
         """
@@ -69,8 +67,8 @@ class Comm:
         self.trace: list[str] = []
         self.has_met = False
         self._device = device or torch.device("cpu")
-        self._timeout = timedelta(seconds=timeout_seconds)
-        self._connect_timeout = timedelta(seconds=connect_timeout_seconds)
+        self._timeout = timedelta(seconds=settings.timeout_seconds)
+        self._connect_timeout = timedelta(seconds=settings.connect_timeout_seconds)
         self._store: BoundedStore | None = None
         self._group: dist.ProcessGroup | None = None
         self._weights_group: dist.ProcessGroup | None = None

@@ -69,13 +69,7 @@ class Receiver:
         self._view = view
         self._rank = engine_rank
         self._engine = engine
-        self._comm = Comm(
-            rendezvous,
-            rendezvous.engine_seat(engine_rank),
-            timeout_seconds=settings.timeout_seconds,
-            connect_timeout_seconds=settings.connect_timeout_seconds,
-            device=device,
-        )
+        self._comm = Comm(rendezvous, rendezvous.engine_seat(engine_rank), settings, device)
         self._session = Session(self._comm, settings, self._describe, on_phase)
         self._ledger = EngineLedger()
         self._targets: dict[str, torch.Tensor] = {}
@@ -151,17 +145,9 @@ class Receiver:
             watch.lap("apply")
             verifier.agree()
         self._commit(decision)
-        stats = UpdateStats(
-            version=version,
-            verdict=decision.verdict,
-            wire_bytes=num_bytes,
-            num_elements=num_elements,
-            total_wire_bytes=sum(fact.get("bytes", 0) for fact in facts),
-            total_changed=sum(fact.get("changed", 0) for fact in facts),
-            total_owned=sum(fact.get("owned", 0) for fact in facts),
-            full_bytes=self._session.plan.full_bytes,
-            verified=verifier.scope,
-            seconds=watch.seconds,
+        mine = {"bytes": num_bytes, "elements": num_elements}
+        stats = self._session.stats(
+            decision, facts, mine=mine, verified=verifier.scope, seconds=watch.seconds
         )
         logger.log(
             logging.INFO if self._rank == 0 else logging.DEBUG,

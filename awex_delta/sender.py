@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import logging
-import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
 
 import torch
 
-from awex_delta.comm import Comm
 from awex_delta.pipeline import Pack, send_frames
-from awex_delta.plan.agreement import Decision, Proposal, check_arrived
-from awex_delta.plan.ledger import TrainerLedger, check_version
+from awex_delta.plan.agreement import Decision, check_arrived
+from awex_delta.plan.ledger import check_version
 from awex_delta.plan.regions import dense_volume
-from awex_delta.plan.specs import TrainerSpec
 from awex_delta.rendezvous import Rendezvous
-from awex_delta.routes import Route, Router, convert_all, find_routes, param_specs
-from awex_delta.session import Session, Stopwatch
+from awex_delta.routes import convert_all
+from awex_delta.session import Stopwatch
 from awex_delta.tally import count_parts
+from awex_delta.trainer_end import TrainerEnd
 from awex_delta.types import DeltaSettings, Detection, PartCount, TrainerView, UpdateStats
 from awex_delta.verdict import Kind, Reason
 from awex_delta.verify import Verifier
@@ -35,7 +32,7 @@ _EXPECTED_FULL = frozenset({Reason.NONE, Reason.ANCHOR_DUE, Reason.FIRST_SYNC, R
 _WARN_AFTER = 3
 
 
-class Sender:
+class Sender(TrainerEnd):
     """Keeps the engines of one pairing identical to this trainer. One object a trainer rank.
 
     Example:
@@ -72,34 +69,10 @@ class Sender:
         Collective: no.
         """
         rendezvous.require_both_sides()
-        self._view = view
-        self._rank = trainer_rank
-        self._settings = settings
-        self._comm = Comm(
-            rendezvous,
-            rendezvous.trainer_seat(trainer_rank),
-            timeout_seconds=settings.timeout_seconds,
-            connect_timeout_seconds=settings.connect_timeout_seconds,
-            device=device,
-        )
-        self._session = Session(self._comm, settings, self._describe, on_phase)
-        self._ledger = TrainerLedger(run_id=uuid.uuid4().hex)
-        self._routes: dict[str, Route] = {}
-        self._router: Router | None = None  # bound at connect
-        self._shares_whole = False  # some parameter is owned in parts, but has to be sent whole
+        super().__init__(view, rendezvous, trainer_rank, settings, on_phase=on_phase, device=device)
         self._changed_by_key: dict[str, int] | None = None  # of the last committed delta
         self._unexpected_full = 0
         self._bytes_per_second: float | None = None  # of the last transfer that was large enough to tell
-
-    @property
-    def version(self) -> int | None:
-        """The last committed version, None before the first."""
-        return self._ledger.version
-
-    @property
-    def run_id(self) -> str:
-        """Identity of this trainer's life, the same on all its ranks once connected."""
-        return self._ledger.run_id
 
     @property
     def changed_by(self) -> tuple[PartCount, ...]:
@@ -108,11 +81,6 @@ class Sender:
         Over all trainer ranks the counts add up to `total_changed` and `total_owned` of the update.
         """
         return () if self._changed_by_key is None else count_parts(self._routes, self._changed_by_key)
-
-    @property
-    def comm(self) -> Comm:
-        """This rank's seat, for tests and diagnosis."""
-        return self._comm
 
     def connect(self) -> None:
         """Meet the engines, agree on the plan, refuse what does not fit. Idempotent.
@@ -123,15 +91,6 @@ class Sender:
         Collective: yes, over all transfer ranks.
         """
         self._join("connect")
-
-    def _join(self, purpose: str) -> None:
-        if self._session.ensure_connected(purpose) or self._router is None:
-            run_id = self._session.world.run_id
-            if run_id != self._ledger.run_id:  # rank 0 names the run
-                self._ledger = TrainerLedger(run_id=run_id)
-            self._router = Router(self._view, self._routes, self._session.plan, self._comm.seat)
-            params = [param for trainer in self._session.world.trainers for param in trainer.params]
-            self._shares_whole = any(p.owners and not all(o.sparse for o in p.outputs) for p in params)
 
     def update_weights(self, version: int) -> UpdateStats:
         """Bring every engine to the trainer's current weights, as `version`.
@@ -161,18 +120,7 @@ class Sender:
                 watch.lap("connect")
                 detection = self._detect(version)
                 watch.lap("detect")
-                decision = self._session.propose(
-                    Proposal(
-                        role="trainer",
-                        version=version,
-                        run_id=self._ledger.run_id,
-                        held=self._ledger.version,
-                        reason=detection.reason,
-                        detail=detection.detail,
-                        changed=detection.num_changed,
-                        owned=detection.num_owned,
-                    )
-                )
+                decision = self._session.propose(self._proposal(version, detection))
                 watch.lap("propose")
                 with ExitStack() as held:
                     release = partial(held.enter_context, self._view.transfer())
@@ -194,31 +142,6 @@ class Sender:
         """Leave the pairing. Engines keep what they hold. Collective: no."""
         self._comm.close()
 
-    def _describe(self, agreed: Mapping[str, Any]) -> Mapping[str, Any]:
-        if not self._routes:
-            self._routes = find_routes(self._view, self._rank)
-        layout = self._view.layout()
-        return TrainerSpec(
-            rank=self._rank,
-            run_id=self._ledger.run_id,
-            agreed=dict(agreed),
-            architecture=layout.architecture,
-            rank_info=dict(layout.rank_info),
-            vocab_size=layout.vocab_size,
-            tied_embeddings=layout.tied_embeddings,
-            params=param_specs(self._routes, with_ranges=self._session.uses_context),
-        ).model_dump(mode="json")
-
-    def _detect(self, version: int) -> Detection:
-        """What changed, or this rank's reason for a full sync. Never raises for a local cause."""
-        if not self._settings.enabled:
-            return Detection(reason=Reason.DELTA_DISABLED)
-        doubt = self._ledger.doubt(version, self._settings.anchor_interval)
-        if doubt is not Reason.NONE:
-            return Detection(reason=doubt)
-        detection, failure = self._session.attempt("detect", self._view.detect)
-        return detection or Detection(reason=Reason.DETECTION_FAILED, detail=failure)
-
     def _send(self, decision: Decision, detection: Detection, watch: Stopwatch, failure: str) -> UpdateStats:
         """One half of the update, up to the completion agreement. failure: of this rank, so far."""
         verifier = Verifier(self._session, decision, watch)
@@ -227,32 +150,13 @@ class Sender:
         else:
             detection = Detection()
             num_bytes, num_elements = self._send_full(watch, verifier, failure)
-        changed = detection.num_changed
-        facts = self._session.agree(
-            "apply",
-            verifier.failure,
-            sent=num_elements,
-            bytes=num_bytes,
-            changed=changed,
-            owned=detection.num_owned,
-        )
+        mine = {"bytes": num_bytes, "changed": detection.num_changed, "owned": detection.num_owned}
+        facts = self._session.agree("apply", verifier.failure, sent=num_elements, **mine)
         check_arrived(facts)
         watch.lap("apply")
         verifier.agree()
-        return UpdateStats(
-            version=decision.version,
-            verdict=decision.verdict,
-            wire_bytes=num_bytes,
-            num_elements=num_elements,
-            num_changed=changed,
-            num_owned=detection.num_owned,
-            total_wire_bytes=sum(fact.get("bytes", 0) for fact in facts),
-            total_changed=sum(fact.get("changed", 0) for fact in facts),
-            total_owned=sum(fact.get("owned", 0) for fact in facts),
-            full_bytes=self._session.plan.full_bytes,
-            verified=verifier.scope,
-            seconds=watch.seconds,
-        )
+        mine["elements"] = num_elements
+        return self._session.stats(decision, facts, mine=mine, verified=verifier.scope, seconds=watch.seconds)
 
     def _send_delta(
         self,
@@ -277,8 +181,7 @@ class Sender:
             num_bytes, failure = num_bytes + sent, failure or here
         self._session.agree("stage", failure)
         watch.lap("stage")
-        if self._router is not None:
-            verifier.owned(self._router.owned())  # while the engines write
+        verifier.owned(self._router.owned())  # while the engines write
         return num_bytes, num_elements
 
     def _pack(
@@ -289,7 +192,7 @@ class Sender:
         codec = cheapest(self._session.codecs, share, self._bytes_per_second)
         frames: dict[tuple[int, torch.dtype], list[Pack]] = {}
         total = 0
-        content = self._router.frames(detection, codec) if self._router else {}
+        content = self._router.frames(detection, codec)
         for (receiver, dtype), changes in content.items():
             count = sum(change.value.numel() for change in changes)
             if count:

@@ -8,7 +8,7 @@ that gave up. Only a peer that does not answer breaks this pattern; then `Comm` 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from itertools import product
@@ -23,7 +23,7 @@ from awex_delta.plan.agreement import Decision, Proposal, Status, decide
 from awex_delta.plan.regions import Plan, build_plan
 from awex_delta.plan.rounds import Meeting, meetings_of
 from awex_delta.plan.specs import World, dtype_name, parse_world
-from awex_delta.types import DeltaSettings
+from awex_delta.types import DeltaSettings, UpdateStats
 from awex_delta.wire.frame import PROTOCOL_VERSION, FrameIdentity
 from awex_delta.wire.registry import codecs_for
 
@@ -274,6 +274,42 @@ class Session:
             sender=sender,
             receiver=receiver,
             dtype=dtype,
+        )
+
+    def stats(
+        self,
+        decision: Decision,
+        facts: Sequence[Mapping[str, int]],
+        *,
+        mine: Mapping[str, int],
+        verified: str,
+        seconds: Mapping[str, float],
+    ) -> UpdateStats:
+        """What an update did, from what all ranks said as it ended.
+
+        Args:
+            decision: what was agreed at the beginning.
+            facts: of every rank: `bytes`, `changed` and `owned`, where it has any.
+            mine: the same of this rank, and `elements`.
+            verified: what was compared.
+            seconds: wall time by phase.
+
+        Collective: no.
+        """
+        total = {name: sum(fact.get(name, 0) for fact in facts) for name in ("bytes", "changed", "owned")}
+        return UpdateStats(
+            version=decision.version,
+            verdict=decision.verdict,
+            wire_bytes=mine["bytes"],
+            num_elements=mine["elements"],
+            num_changed=mine.get("changed", 0),
+            num_owned=mine.get("owned", 0),
+            total_wire_bytes=total["bytes"],
+            total_changed=total["changed"],
+            total_owned=total["owned"],
+            full_bytes=self.plan.full_bytes,
+            verified=verified,
+            seconds=seconds,
         )
 
     def _rows(self, rows: TypeAdapter[Value], mine: Value, phase: str) -> list[Value]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -77,12 +77,9 @@ class Targets:
         self._settings = settings
         self._device = device
         # One rank may sit in a target that fails for as long as all its waits last; the others wait here.
-        self._meeting = Comm(
-            trainers,
-            trainers.trainer_seat(trainer_rank),
-            timeout_seconds=settings.connect_timeout_seconds + 4 * settings.timeout_seconds,
-            connect_timeout_seconds=settings.connect_timeout_seconds,
-        )
+        patience = settings.connect_timeout_seconds + 4 * settings.timeout_seconds
+        seat = trainers.trainer_seat(trainer_rank)
+        self._meeting = Comm(trainers, seat, replace(settings, timeout_seconds=patience))
         self._senders: dict[str, Sender] = {}
         self._forks: dict[str, SharedTrainerView] = {}
 

@@ -56,6 +56,7 @@ FLOORS = {
     "history": 3,
     "report": 4,
     "session": 4,
+    "trainer_end": 4,
     "verify": 4,
     "pipeline": 4,
     "staging": 4,

@@ -64,12 +64,7 @@ class Peers:
             raise ConfigError(
                 f"num_trainer_ranks={rendezvous.num_trainer_ranks}: readers of a folder meet without trainers"
             )
-        self._comm = Comm(
-            rendezvous,
-            rendezvous.engine_seat(rank),
-            timeout_seconds=settings.timeout_seconds,
-            connect_timeout_seconds=settings.connect_timeout_seconds,
-        )
+        self._comm = Comm(rendezvous, rendezvous.engine_seat(rank), settings)
 
     @contextmanager
     def in_step(self, purpose: str) -> Iterator[None]:

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import logging
 import random
-import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from awex_delta.comm import Comm
-from awex_delta.errors import LockstepError, UpdateAborted
-from awex_delta.plan.agreement import Decision, Proposal
-from awex_delta.plan.ledger import TrainerLedger, check_version
-from awex_delta.plan.specs import TrainerSpec
+from awex_delta.errors import UpdateAborted
+from awex_delta.plan.agreement import Decision
+from awex_delta.plan.ledger import check_version
 from awex_delta.rendezvous import Rendezvous
-from awex_delta.routes import Route, Router, find_routes, param_specs
-from awex_delta.session import Session, Stopwatch
+from awex_delta.session import Stopwatch
+from awex_delta.trainer_end import TrainerEnd
 from awex_delta.transports.disk.collect import Taken, bring_together, take_weights
 from awex_delta.transports.disk.content import Digests, of_changes, of_items, to_text
 from awex_delta.transports.disk.folder import Folder, Step, ignore_step
@@ -37,7 +34,7 @@ from awex_delta.wire.choice import cheapest
 logger = logging.getLogger(__name__)
 
 
-class DiskWriter:
+class DiskWriter(TrainerEnd):
     """Writes this trainer's versions to a folder. One object a trainer rank.
 
     Example:
@@ -79,38 +76,23 @@ class DiskWriter:
 
         Collective: no.
         """
-        self._view = view
-        self._rank = trainer_rank
-        # The schedule between ranks is not used here, so any number of them will do.
-        self._settings = replace(settings, allow_any_world_size=True)
-        self._extra = dict(extra_files or {})
-        self._comm = Comm(
+        super().__init__(
+            view,
             rendezvous,
-            rendezvous.trainer_seat(trainer_rank),
-            timeout_seconds=settings.timeout_seconds,
-            connect_timeout_seconds=settings.connect_timeout_seconds,
+            trainer_rank,
+            # The schedule between ranks is not used here, so any number of them will do.
+            replace(settings, allow_any_world_size=True),
+            on_phase=on_phase,
+            complete=with_folder,
+            plan_seat=FOLDER_SEAT + 1 + trainer_rank,
         )
-        self._session = Session(self._comm, self._settings, self._describe, on_phase, with_folder)
+        self._extra = dict(extra_files or {})
         ranks = Ranks(rendezvous, trainer_rank, settings.timeout_seconds)
         folder = Folder(settings.disk_url, options)
         self._publisher = Publisher(folder, ranks, settings.keep_anchors, on_step)
-        self._ledger = TrainerLedger(run_id=uuid.uuid4().hex)
-        self._routes: dict[str, Route] = {}
-        self._router: Router | None = None  # bound at connect
         self._wholes: tuple[WholeTensor, ...] = ()
-        self._shares_whole = False
         self._writing: Writing | None = None
         self._unreported = ""  # why the last version does not exist, until all ranks were told
-
-    @property
-    def version(self) -> int | None:
-        """The last version known to exist in the folder, None before the first."""
-        return self._ledger.version
-
-    @property
-    def run_id(self) -> str:
-        """Identity of this trainer's life, the same on all its ranks once connected."""
-        return self._ledger.run_id
 
     def connect(self) -> None:
         """Meet the other trainer ranks, and agree on who writes what. Idempotent.
@@ -200,63 +182,18 @@ class DiskWriter:
         else:
             self._ledger = self._ledger.commit(writing.version, writing.kind)
 
-    def _join(self, purpose: str) -> None:
-        if not self._session.ensure_connected(purpose) and self._router is not None:
-            return
-        world, plan = self._session.world, self._session.plan
-        if world.run_id != self._ledger.run_id:  # rank 0 names the run
-            self._ledger = TrainerLedger(run_id=world.run_id)
-        self._router = Router(self._view, self._routes, plan, self._plan_seat)
-        self._wholes = assign_writers(world, plan)
-        params = [param for trainer in world.trainers for param in trainer.params]
-        self._shares_whole = any(p.owners and not all(o.sparse for o in p.outputs) for p in params)
-
-    @property
-    def _bound_router(self) -> Router:
-        if self._router is None:
-            raise LockstepError("nothing can be packed before the ranks have met")
-        return self._router
-
-    @property
-    def _plan_seat(self) -> int:
-        return FOLDER_SEAT + 1 + self._rank
-
-    def _describe(self, agreed: Mapping[str, Any]) -> Mapping[str, Any]:
-        if not self._routes:
-            self._routes = find_routes(self._view, self._rank)
-        layout = self._view.layout()
-        return TrainerSpec(
-            rank=self._rank,
-            run_id=self._ledger.run_id,
-            agreed=dict(agreed),
-            architecture=layout.architecture,
-            rank_info=dict(layout.rank_info),
-            vocab_size=layout.vocab_size,
-            tied_embeddings=layout.tied_embeddings,
-            params=param_specs(self._routes, with_ranges=False),
-        ).model_dump(mode="json")
+    def _join(self, purpose: str) -> bool:
+        """Bind who writes which tensor, too."""
+        joined = super()._join(purpose)
+        if joined:
+            self._wholes = assign_writers(self._session.world, self._session.plan)
+        return joined
 
     def _detect(self, version: int) -> Detection:
-        """What changed, or this rank's reason for a full version. Never raises for a local cause."""
-        if not self._settings.enabled or self._settings.disk_kind == "full":
+        """As of every trainer; a folder of full versions gets no deltas."""
+        if self._settings.disk_kind == "full":
             return Detection(reason=Reason.DELTA_DISABLED)
-        doubt = self._ledger.doubt(version, self._settings.anchor_interval)
-        if doubt is not Reason.NONE:
-            return Detection(reason=doubt)
-        detection, failure = self._session.attempt("detect", self._view.detect)
-        return detection or Detection(reason=Reason.DETECTION_FAILED, detail=failure)
-
-    def _proposal(self, version: int, detection: Detection) -> Proposal:
-        return Proposal(
-            role="trainer",
-            version=version,
-            run_id=self._ledger.run_id,
-            held=self._ledger.version,
-            reason=detection.reason,
-            detail=detection.detail,
-            changed=detection.num_changed,
-            owned=detection.num_owned,
-        )
+        return super()._detect(version)
 
     def _pack(self, decision: Decision, detection: Detection, watch: Stopwatch) -> tuple[UpdateStats, Job]:
         """Take from the live weights what the version needs, and agree that all ranks did."""
@@ -281,21 +218,7 @@ class DiskWriter:
         }
         facts = self._session.agree("encode", failure or here, **mine)
         watch.lap("encode")
-        total = {name: sum(fact[name] for fact in facts) for name in mine}
-        stats = UpdateStats(
-            version=decision.version,
-            verdict=decision.verdict,
-            wire_bytes=mine["bytes"],
-            num_elements=mine["elements"],
-            num_changed=mine["changed"],
-            num_owned=mine["owned"],
-            total_wire_bytes=total["bytes"],
-            total_changed=total["changed"],
-            total_owned=total["owned"],
-            full_bytes=self._session.plan.full_bytes,
-            verified=scope.value,
-            seconds=watch.seconds,
-        )
+        stats = self._session.stats(decision, facts, mine=mine, verified=scope.value, seconds=watch.seconds)
         is_delta = kind is Kind.DELTA
         job = Job(
             token=f"{facts[0]['token']:x}",
@@ -307,8 +230,8 @@ class DiskWriter:
                 "run_id": decision.run_id,
                 "base_version": decision.base if is_delta else None,
                 "reason": decision.verdict.reason.name,
-                "changed": total["changed"],
-                "owned": total["owned"],
+                "changed": stats.total_changed,
+                "owned": stats.total_owned,
                 "tied": tied_names(self._session.world),
                 "scope": scope.value,
             },
@@ -319,7 +242,7 @@ class DiskWriter:
     def _pack_delta(self, detection: Detection, scope: Scope) -> tuple[PackedFile | None, Digests]:
         share = detection.num_changed / detection.num_owned if detection.num_owned else 0.0
         codec = cheapest(self._session.codecs, share, None)
-        router, seat = self._bound_router, self._plan_seat
+        router, seat = self._router, self._plan_seat
         shapes = {whole.name: whole.shape for whole in self._wholes}
         stored = [
             pair
