@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import shlex
 import subprocess
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +75,7 @@ def commands(block: Block) -> list[list[str]]:
     text = block.code.replace("\\\n", " ")
     found = []
     for line in text.splitlines():
-        words = shlex.split(line.removeprefix("$ "), comments=True)
+        words = shlex.split(line.removeprefix("$ ").rstrip(" &"), comments=True)
         while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):  # variables of that command alone
             words = words[1:]
         if words:
@@ -86,7 +88,10 @@ SHELL = [
     for block in of("sh")
     for words in commands(block)
 ]
-FOREIGN = {"cd", "curl", "docker", "export", "git", "kubectl", "pip", "ray", "sbatch", "scp", "ssh", "vllm"}
+FOREIGN = {
+    *("cd", "curl", "docker", "export", "git", "kubectl", "pip", "ray", "sbatch", "scp", "ssh", "vllm"),
+    *("post", "post()"),  # a function that a page defines
+}
 """Programs that are not ours; a page may call them."""
 
 
@@ -99,8 +104,10 @@ def test_commands_exist_and_take_these_options(words: list[str]) -> None:
         parse(words[1:])
     elif program in ("python", "torchrun"):
         ours = [word for word in words[1:] if re.match(r"(examples|scripts|benchmarks)/", word)]
-        assert ours or "-m" in words, words
+        modules = [after for word, after in pairwise(words) if word == "-m"]
         assert all((ROOT / word).exists() for word in ours), words
+        assert all(importlib.util.find_spec(module) for module in modules if module != "sglang.launch_server")
+        assert ours or modules or words[1] == "sides.py", words  # which the page has the reader save
     else:
         assert program in FOREIGN, words
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +27,7 @@ from awex_delta import (
     resolve,
 )
 from awex_delta.engines.sglang_loader import LOAD_FORMAT, Instruction
+from awex_delta.gateway import read_token
 from awex_delta.testing.procs import Rank, run_ranks
 from awex_delta.testing.tiny_models import TinySpec, build_trainer, hf_config
 from awex_delta.types import PartCount
@@ -35,7 +40,8 @@ ENGINE, TRAINER = 0, 1
 
 RUN_HERE = {
     "README.md",
-    *(f"docs/en/{name}.md" for name in ("configuration", "integration", "report", "sglang", "trainers")),
+    *(f"docs/en/{name}.md" for name in ("configuration", "disk", "gateway", "integration", "report")),
+    *(f"docs/en/{name}.md" for name in ("sglang", "targets", "trainers")),
 }
 RUN_ELSEWHERE = {"docs/en/vllm.md": "tests/procs/test_vllm.py"}
 
@@ -167,6 +173,150 @@ def _trainers_page(me: Rank) -> tuple[str, str]:
         next(key for key in keys if key.endswith("final_layernorm.weight")),
         next(name for name in plain if name == "model.norm.weight"),
     )
+
+
+@pytest.mark.timeout(180)
+def test_the_page_on_targets() -> None:
+    store = host_store()
+    trained, *served = run_ranks(_targets_rank, 4, store.port)
+    for kept, name in zip(served, TARGETS, strict=True):
+        assert torch.equal(kept, trained[name]), name
+
+
+TARGETS = {"students": (0, 1, 2, 0, 1, 2), "judges": (0, 1), "teachers": (0, 1, 2)}
+"""Versions that the two programs on the page send, to each target, with three steps in a loop."""
+
+
+def _targets_rank(me: Rank, port: int) -> Any:
+    """Rank 0 trains; each other one is an engine, and answers with the bits that it ends with."""
+    meets = {n: Rendezvous(num_engine_ranks=1, num_trainer_ranks=1, port=port, name=n) for n in TARGETS}
+    settings = DeltaSettings(timeout_seconds=60, connect_timeout_seconds=60)
+    if me.rank:
+        name = [*TARGETS][me.rank - 1]
+        model = _serving_model()
+        receiver = attach_transformers(model, rendezvous=meets[name], engine_rank=0, settings=settings)
+        for version in TARGETS[name]:
+            receiver.update_weights(version)
+        return _embedding_bits(model.get_input_embeddings().weight)
+    me.init_gloo(rank=0, world_size=1, name="trainer")
+    tiny = build_trainer(SPEC)
+    model = tiny.chunks[0].module
+    weight: Any = model.embedding.word_embeddings.weight
+    failures: list[object] = []
+    names: dict[str, Any] = {"model_chunks": tiny.chunks, "optimizer": tiny.optimizer, "rank": 0}
+    names |= {"hf_config": tiny.hf_config, "settings": settings, "host": "127.0.0.1", "port": port}
+    names |= {"train_step": tiny.train_step, "steps": 3, "log": lambda *words: failures.append(words)}
+    several, average = python_blocks("docs/en/targets.md")
+    counts = {
+        f"num_engine_ranks={n}, num_trainer_ranks=8": f"num_engine_ranks={min(n, 1)}, num_trainer_ranks=1"
+        for n in (0, 8, 4)
+    }
+    several.run(names, counts | {"step % 100": "step % 2", "step // 100": "step // 2"})
+    judged = _embedding_bits(weight)  # the judges' second version is the last step's
+    names["teachers"] = meets["teachers"]
+    average.run(names, {"alpha=0.01": "alpha=1.0"})  # so that the last policy is what teachers get
+    assert failures == []
+    return {"students": _embedding_bits(weight), "judges": judged, "teachers": _embedding_bits(weight)}
+
+
+def _serving_model() -> Any:
+    """A transformers model with random weights."""
+    create: Any = AutoModelForCausalLM.from_config
+    return create(hf_config(SPEC), dtype=torch.bfloat16)
+
+
+def _embedding_bits(weight: torch.Tensor) -> torch.Tensor:
+    return weight.detach().view(torch.int16).clone()
+
+
+@pytest.mark.timeout(120)
+def test_the_page_on_folders() -> None:
+    (found,) = run_ranks(_disk_page, 1)
+    served, trained = found
+    assert torch.equal(served, trained)
+
+
+def _disk_page(me: Rank) -> tuple[torch.Tensor, torch.Tensor]:
+    settings_block = next(b for b in blocks_of(ROOT / "docs/en/disk.md") if b.language == "yaml")
+    chosen = yaml.safe_load(settings_block.code) | {"weight_update_disk_url": str(me.folder / "run")}
+    train = TrainEngineConfig.load({"backend": "megatron:d1", **chosen})
+    settings = resolve(train, RolloutConfig(backend="vllm:d1")).settings
+    writer, reader = python_blocks("docs/en/disk.md")
+    me.init_gloo(rank=0, world_size=1)
+    tiny = build_trainer(SPEC)
+    tiny.train_step()
+    store = host_store()
+    names: dict[str, Any] = {"model_chunks": tiny.chunks, "optimizer": tiny.optimizer}
+    names |= {"hf_config": tiny.hf_config, "settings": settings, "host": "127.0.0.1", "port": store.port}
+    names["version"] = 3
+    writer.run(names, {"num_trainer_ranks=8": "num_trainer_ranks=1"})
+    names["model"] = _serving_model()
+    reader.run(names)
+    model: Any = tiny.chunks[0].module
+    return (
+        _embedding_bits(names["model"].get_input_embeddings().weight),
+        _embedding_bits(model.embedding.word_embeddings.weight),
+    )
+
+
+@pytest.mark.timeout(120)
+def test_the_routers_on_the_page_on_the_gateway(tmp_path: Path) -> None:
+    paths = run_ranks(_router_page, 1, tmp_path / "token")[0]
+    assert all({"/connect", "/update_weights", "/disconnect"} <= set(found) for found in paths)
+
+
+def _router_page(me: Rank, token_path: Path) -> list[list[str]]:
+    read_token(token_path, create=True)
+    me.init_gloo(rank=0, world_size=1)
+    tiny = build_trainer(SPEC)
+    names: dict[str, Any] = {"model_chunks": tiny.chunks, "optimizer": tiny.optimizer}
+    names |= {"hf_config": tiny.hf_config, "token_path": token_path, "llm": _serving_model()}
+    found = []
+    for block in python_blocks("docs/en/gateway.md")[:2]:
+        block.run(names)
+        found.append([*names["app"].openapi()["paths"]])
+    return found
+
+
+@pytest.mark.timeout(180)
+def test_the_session_on_the_page_on_the_gateway(tmp_path: Path) -> None:
+    program = python_blocks("docs/en/gateway.md")[2]
+    (tmp_path / "sides.py").write_text(program.code)
+    servers, client = [b for b in blocks_of(ROOT / "docs/en/gateway.md") if b.language == "sh"][1:3]
+    ports = {name: str(free_port()) for name in ("8090", "8101", "8102")}
+    # The page's own text, on ports that are free here; the gateway's default has to be said then.
+    started = servers.code.replace("awex-delta gateway", "awex-delta gateway --port 8090")
+    asked = client.code
+    for printed, free in ports.items():
+        started, asked = started.replace(printed, free), asked.replace(printed, free)
+    script = f"""
+        export PATH={Path(sys.executable).parent}:$PATH PYTHONPATH={ROOT} OMP_NUM_THREADS=1
+        trap 'kill $(jobs -p)' EXIT
+        {started}
+        for port in {" ".join(ports.values())}; do
+            until curl -s -o /dev/null http://127.0.0.1:$port/health; do sleep 0.3; done
+        done
+        {asked}
+    """
+    done = subprocess.run(
+        ["bash", "-c", script],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=170,
+        check=False,
+    )
+    answers = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    updates = [answer for answer in answers if "kind" in answer]
+    assert [(one["version"], one["kind"]) for one in updates] == [(0, "full"), (1, "delta")], done
+    assert answers[-1]["state"] == "disconnected"
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
 
 
 class _RecordingEngine:
