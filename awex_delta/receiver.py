@@ -147,7 +147,7 @@ class Receiver:
         self._commit(decision)
         mine = {"bytes": num_bytes, "elements": num_elements}
         stats = self._session.stats(
-            decision, facts, mine=mine, verified=verifier.scope, seconds=watch.seconds
+            decision, facts, mine=mine, verified=verifier.scope.value, seconds=watch.seconds
         )
         logger.log(
             logging.INFO if self._rank == 0 else logging.DEBUG,

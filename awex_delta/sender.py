@@ -156,7 +156,9 @@ class Sender(TrainerEnd):
         watch.lap("apply")
         verifier.agree()
         mine["elements"] = num_elements
-        return self._session.stats(decision, facts, mine=mine, verified=verifier.scope, seconds=watch.seconds)
+        return self._session.stats(
+            decision, facts, mine=mine, verified=verifier.scope.value, seconds=watch.seconds
+        )
 
     def _send_delta(
         self,
