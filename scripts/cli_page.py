@@ -68,7 +68,7 @@ def _section(title: str, command: Callable[..., Any], level: str = "##") -> str:
     text = (inspect.getdoc(command) or "").partition("\n\nArgs:")[0]
     table = ["| | type | default | |", "|---|---|---|---|", *rows]
     return "\n".join(
-        [f"{level} {title}", "", text, "", "```", " ".join([*usage, "[OPTIONS]"]), "```", "", *table, ""]
+        [f"{level} {title}", "", text, "", "```text", " ".join([*usage, "[OPTIONS]"]), "```", "", *table, ""]
     )
 
 
