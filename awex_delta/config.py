@@ -198,13 +198,6 @@ def _disk_problems(train: TrainEngineConfig) -> Iterator[str]:
         if train.weight_update_delta_encoding == "ulp_context":
             yield _problem(
                 "train.weight_update_delta_encoding",
-                "ulp_context",
-                "what is in a folder must be readable without the weights that it builds on",
-                "set weight_update_delta_encoding: ulp_zstd",
-            )
-        if train.weight_update_delta_encoding == "ulp_context":
-            yield _problem(
-                "train.weight_update_delta_encoding",
                 train.weight_update_delta_encoding,
                 "readers of a folder do not know which ranges each trainer rank owns, which it needs",
                 "set weight_update_delta_encoding: ulp_zstd",
