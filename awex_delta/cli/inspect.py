@@ -38,9 +38,14 @@ def inspect(
         typer.Exit: with 1 where something is wrong, 2 where the folder cannot be read.
     """
     try:
-        found = survey(Folder(directory), verify=verify, workers=workers)
+        folder = Folder(directory)
+        found = survey(folder, verify=verify, workers=workers)
+        if not found.versions and not folder.exists():
+            raise FileNotFoundError(
+                f"there is no folder {directory}; give the one that a trainer writes into"
+            )
     except (AwexDeltaError, OSError) as error:
-        typer.echo(f"{type(error).__name__}: {error}", err=True)
+        typer.echo(f"awex-delta inspect: {error}", err=True)
         raise typer.Exit(2) from error
     if as_json:
         versions = [{**asdict(state), "density": state.density} for state in found.versions]
@@ -52,6 +57,9 @@ def inspect(
 
 
 def _show(found: Survey) -> None:
+    if not found.versions:
+        typer.echo("there is no version in the folder")
+        return
     console = Console()
     if not console.is_terminal:
         console = Console(width=_FILE_WIDTH)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import re
+import warnings
 from itertools import pairwise
 from typing import Annotated, Any
 
@@ -69,7 +71,18 @@ def root(
 
 def load(name: str) -> Any:
     """Import a subcommand's module and make its command, which may hold further ones."""
-    return typer.main.get_command(importlib.import_module(f"awex_delta.cli.{name}").app)
+    # What Megatron says about packages that it would like is of no use to a command.
+    warnings.filterwarnings("ignore", module=r"megatron\.")
+    command = typer.main.get_command(importlib.import_module(f"awex_delta.cli.{name}").app)
+    for one in (command, *getattr(command, "commands", {}).values()):
+        one.help = _for_users(one.help or "")
+    return command
+
+
+def _for_users(docstring: str) -> str:
+    """What a docstring says to those who run the command: whole paragraphs, without `Args` and `Raises`."""
+    said = re.split(r"\n\n(?:Args|Returns|Raises):", docstring)[0]
+    return re.sub(r"(?<!\n)\n(?!\n)", " ", said)
 
 
 def _stub() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -19,6 +20,7 @@ from awex_delta.preset import ModelShape, read_preset
 
 app = typer.Typer(add_completion=False)
 
+_READ = ("actor", "rollout", "model")  # sections
 _PRESETS = Path(__file__).parents[2] / "examples" / "gsm8k_grpo"
 
 
@@ -34,16 +36,30 @@ def plan(
 
     Exit codes: 0 when the run can work, 2 when a setting is refused.
     """
-    beside = _PRESETS / f"{preset}.yaml"
     try:
-        found = plan_preset(beside if beside.is_file() else Path(preset), overrides or ())
+        found = plan_preset(_file_of(preset), overrides or ())
     except ConfigError as error:
         typer.echo(f"awex-delta plan: {error}", err=True)
         raise typer.Exit(code=2) from None
+    unread = [one for one in overrides or () if one.partition(".")[0] not in _READ]
+    if unread:
+        typer.echo(f"awex-delta plan: not part of a plan, so not checked: {', '.join(unread)}", err=True)
     if as_json:
         typer.echo(json.dumps(as_data(found), indent=2))
     else:
         show(found, Console())
+
+
+def _file_of(preset: str) -> Path:
+    """The file of that name, or the example's preset of that name."""
+    beside = _PRESETS / f"{preset}.yaml"
+    if beside.is_file():
+        return beside
+    if not Path(preset).exists():
+        known = ", ".join(sorted(path.stem for path in _PRESETS.glob("*.yaml")))
+        presets = f", or one of the presets {known}" if known else ""
+        raise ConfigError(f"there is no file {preset!r}. Remedy: give a YAML file{presets}")
+    return Path(preset)
 
 
 def plan_preset(path: Path, overrides: Sequence[str] = ()) -> RunPlan:
@@ -59,11 +75,14 @@ def plan_preset(path: Path, overrides: Sequence[str] = ()) -> RunPlan:
     Collective: no.
     """
     data = read_preset(path, overrides)
-    missing = [name for name in ("actor", "rollout", "model") if name not in data]
+    missing = [name for name in _READ if name not in data]
     if missing:
         raise ConfigError(f"{path} has no section {', '.join(missing)}. Remedy: write it as in a preset")
-    # The section may say more, such as where the weights are.
     shape = {name: value for name, value in data["model"].items() if name in ModelShape.model_fields}
+    # The section may say more, such as where the weights are; what is nearly one of the sizes is misspelled.
+    for name in data["model"].keys() - shape.keys():
+        for meant in difflib.get_close_matches(str(name), ModelShape.model_fields, n=1, cutoff=0.8):
+            raise ConfigError(f"model.{name} is no setting. Remedy: did you mean model.{meant}?")
     return plan_run(
         TrainEngineConfig.load(data["actor"]), RolloutConfig.load(data["rollout"]), ModelShape.load(shape)
     )

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-from awex_delta.errors import AwexDeltaError
+from awex_delta.errors import AwexDeltaError, ConfigError
 from awex_delta.transports.disk import pull as pulling
 from awex_delta.transports.disk.folder import Folder
 
@@ -41,14 +41,19 @@ def pull(
         workers: reads at once.
 
     Raises:
-        typer.Exit: with 1 where no version can be reached, or the checkpoint cannot be written.
+        typer.Exit: with 1 where no version can be reached, or the checkpoint cannot be written; with 2
+            where the URL is of no kind that can be read.
     """
     console = Console(stderr=True)
     try:
         checkpoint = pulling.LocalCheckpoint(local_checkpoint, Folder(source), workers=workers)
-        _pull(checkpoint, version, console)
+        if not (done := _pull(checkpoint, version, console)).links:
+            typer.echo(f"version {done.version}: nothing to do")
+    except ConfigError as error:
+        _say(console, error, "red")
+        raise typer.Exit(2) from error
     except (AwexDeltaError, OSError) as error:
-        console.print(f"[red]{type(error).__name__}[/red]: {error}", highlight=False)
+        _say(console, error, "red")
         if not follow:
             raise typer.Exit(1) from error
     while follow:
@@ -56,14 +61,19 @@ def pull(
         try:
             _pull(checkpoint, version, console)
         except (AwexDeltaError, OSError) as error:
-            console.print(f"[red]{type(error).__name__}[/red]: {error}", highlight=False)
+            _say(console, error, "red")
+
+
+def _say(console: Console, what: object, style: str) -> None:
+    # Names of files may look like markup.
+    console.print(f"awex-delta pull: {what}", style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 def _pause(seconds: float) -> None:
     time.sleep(seconds)
 
 
-def _pull(checkpoint: pulling.LocalCheckpoint, version: int | None, console: Console) -> None:
+def _pull(checkpoint: pulling.LocalCheckpoint, version: int | None, console: Console) -> pulling.Pulled:
     """One pull with a bar."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, console=console, transient=True) as bar:
@@ -76,6 +86,7 @@ def _pull(checkpoint: pulling.LocalCheckpoint, version: int | None, console: Con
             ),
         )
     for problem in done.problems:
-        console.print(f"[yellow]{problem}[/yellow]", highlight=False)
+        _say(console, problem, "yellow")
     if done.links:
         typer.echo(f"version {done.version}: {len(done.links)} applied, {done.bytes_read} bytes read")
+    return done

@@ -32,7 +32,7 @@ def show(stats: UpdateStats, history: Sequence[float]) -> None:
     recent = history[-8:]
     changed = f"{stats.total_changed / stats.total_owned:.1%}" if stats.total_owned else "-"
     print(
-        f"version {stats.version:4d}  {stats.verdict!s:.40s}  changed {changed:>6}  "
+        f"version {stats.version:4d}  {stats.verdict}  changed {changed:>6}  "
         f"{stats.total_wire_bytes:>13,} bytes ({stats.total_wire_bytes / stats.full_bytes:6.1%} of full)  "
         f"{sum(stats.seconds.values()):.2f} s  reward {history[-1]:.3f}, of the last {len(recent)}: "
         f"{sum(recent) / len(recent):.3f}",

@@ -52,6 +52,13 @@ def test_a_subcommand_gets_its_own_options(name: str, monkeypatch: pytest.Monkey
     assert CliRunner().invoke(app, [name, "--nonsense"]).exit_code == 2
 
 
+@pytest.mark.parametrize("name", SUBCOMMANDS)
+def test_help_is_written_for_users_of_the_command(name: str) -> None:
+    output = CliRunner().invoke(app, [name, "--help"]).output
+    assert f"Usage: awex-delta {name}" in output
+    assert not {"Args:", "Returns:", "Raises:"} & set(output.split())
+
+
 def test_an_unknown_subcommand_is_refused() -> None:
     assert CliRunner().invoke(app, ["demonstrate"]).exit_code == 2
 

@@ -107,6 +107,7 @@ def test_transformers_loads_anchors_and_generates_the_same_after_replay(build: B
     assert generated(served) == generated(model)
     checkpoint = tmp_path / "local"
     assert invoke("pull", str(tmp_path / "run"), str(checkpoint)).stdout.startswith("version 2: 3 applied")
+    assert invoke("pull", str(tmp_path / "run"), str(checkpoint)).stdout == "version 2: nothing to do\n"
     assert generated(loaded(checkpoint)) == generated(model)
     with pytest.raises(ValueError, match=r"config\.json"):
         loaded(tmp_path / "run" / version_name(2))  # changes are not taken for weights
@@ -230,7 +231,14 @@ def test_pull_says_why_it_cannot(tmp_path: Path) -> None:
         "there is no version in the folder"
         in invoke("pull", str(tmp_path), str(tmp_path / "x"), code=1).output
     )
-    assert "nosuch://x" in invoke("pull", "nosuch://x", str(tmp_path / "x"), code=1).output
+    assert "nosuch://x" in invoke("pull", "nosuch://x", str(tmp_path / "x"), code=2).output
+
+
+def test_a_folder_that_is_not_there_is_none_that_is_whole(tmp_path: Path) -> None:
+    result = invoke("inspect", str(tmp_path / "typo"), code=2)
+    assert f"there is no folder {tmp_path / 'typo'}" in result.output
+    assert "no version in the folder" in invoke("inspect", str(tmp_path)).output
+    assert json.loads(invoke("inspect", str(tmp_path), "--json").stdout)["versions"] == []
 
 
 def test_inspect_shows_the_chain_and_what_is_wrong_with_it(build: Build, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from awex_delta.allocation import parse_allocation
 from awex_delta.cli.main import app
-from awex_delta.cli.plan import plan_preset
+from awex_delta.cli.plan import as_data, plan_preset
 from awex_delta.errors import ConfigError
 from awex_delta.planning import SHARES, bytes_per_change, count_parameters, plan_run
 from awex_delta.preset import ModelShape, read_preset
@@ -164,7 +164,8 @@ def test_the_command_prints_a_table_for_people() -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["nowhere"], "nowhere"),
+        (["nowhere"], "one of the presets qwen3_30b_a3b, tiny_accumulate, tiny_cpu, tiny_vllm"),
+        (["tiny_cpu", "model.num_hidden_layer=3"], "did you mean model.num_hidden_layers?"),
         (["tiny_cpu", "rollout.backend=transformers:d2"], "not a power of two"),
         (["tiny_cpu", "actor.enable_delta_weight_update=false"], "there is no delta to plan"),
         (["tiny_cpu", "nonsense=1"], "section.setting=value"),
@@ -177,6 +178,15 @@ def test_what_cannot_work_is_refused_with_exit_code_2(arguments: list[str], says
     result = CliRunner().invoke(app, ["plan", *arguments])
     assert result.exit_code == 2
     assert says in result.output
+
+
+def test_what_a_plan_does_not_read_is_said() -> None:
+    result = CliRunner().invoke(app, ["plan", "tiny_cpu", "grpo.num_update=3", "model.path=x", "--json"])
+    assert (result.exit_code, result.stderr.split()[-1]) == (0, "grpo.num_update=3")
+    assert (
+        json.loads(result.stdout)["parameters"]
+        == as_data(plan_preset(PRESETS / "tiny_cpu.yaml"))["parameters"]
+    )
 
 
 def test_numbers_are_read_as_people_write_them(tmp_path: Path) -> None:

@@ -106,6 +106,10 @@ class Folder:
         matches = (_VERSION.fullmatch(name) for name in self.names(""))
         return sorted(int(match[1]) for match in matches if match)
 
+    def exists(self) -> bool:
+        """Whether anything is at the URL; of an object store's folder, whether any object is in it."""
+        return bool(self._fs.exists(self._root))
+
     def names(self, folder: str) -> list[str]:
         """Names in a folder, sorted; none where there is no such folder."""
         self._fs.invalidate_cache()
