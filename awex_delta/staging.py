@@ -11,7 +11,8 @@ from awex_delta.plan.agreement import Decision
 from awex_delta.plan.regions import Region
 from awex_delta.session import Session
 from awex_delta.wire.codec import Context, RegionChange
-from awex_delta.wire.frame import Window, check_complete, unpack_bucket
+from awex_delta.wire.frame import check_complete, unpack_bucket
+from awex_delta.wire.spans import Window
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -63,7 +63,7 @@ class Box:
 class Selection:
     """The positions that fall into a box.
 
-    inner: int64 [k], ascending flat positions in the box.
+    inner: int64 [k], ascending flat positions in the box; may alias the given ones.
     pick: int64 [k] or a slice: which of the given positions these are.
     """
 
@@ -97,7 +97,8 @@ def select(index: torch.Tensor, shape: tuple[int, ...], box: Box) -> Selection:
     if bounds is not None:
         edges = torch.searchsorted(index, torch.tensor(bounds, dtype=torch.int64, device=index.device))
         first, last = edges.tolist()
-        return Selection(inner=index[first:last] - bounds[0], pick=slice(first, last))
+        inner = index[first:last] - bounds[0] if bounds[0] else index[first:last]
+        return Selection(inner=inner, pick=slice(first, last))
     inner = torch.zeros_like(index)
     keep = torch.ones_like(index, dtype=torch.bool)
     rest, stride = index, 1

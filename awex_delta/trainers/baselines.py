@@ -203,7 +203,7 @@ class AccumulatedBaseline:
         return self._doubt is None
 
     def add(self, detection: Detection, slices: Sequence[OwnedSlice]) -> None:
-        """Add what one step changed.
+        """Add what one step changed. Where memory is short the step stays unknown, and training goes on.
 
         Args:
             detection: of these slices.
@@ -214,6 +214,12 @@ class AccumulatedBaseline:
         if detection.reason is not Reason.NONE:
             self._distrust(detection)
             return
+        try:
+            self._add(detection, slices)
+        except (RuntimeError, MemoryError) as error:
+            self._distrust(_failed(error))
+
+    def _add(self, detection: Detection, slices: Sequence[OwnedSlice]) -> None:
         of_key = {owned.key: owned for owned in slices}
         for changes in detection.changes:
             owned = of_key[changes.key]
@@ -265,5 +271,9 @@ def _detect(slices: Sequence[OwnedSlice], plan: Plan) -> Detection:
     """What changed, where nobody waits for an error: training goes on, and the next update is full."""
     try:
         return detect_changes(slices, plan)
-    except (UnsupportedError, RuntimeError) as error:
-        return Detection(reason=Reason.DETECTION_FAILED, detail=f"{type(error).__name__}: {error}")
+    except (UnsupportedError, RuntimeError, MemoryError) as error:
+        return _failed(error)
+
+
+def _failed(error: Exception) -> Detection:
+    return Detection(reason=Reason.DETECTION_FAILED, detail=f"{type(error).__name__}: {error}")

@@ -14,7 +14,8 @@ import torch
 
 from awex_delta.errors import WireError
 from awex_delta.wire.codec import Codec, RegionChange
-from awex_delta.wire.frame import Span, Window, frame_limit
+from awex_delta.wire.frame import frame_limit
+from awex_delta.wire.spans import Span, Window
 
 MIN_BUCKET_BYTES = 1024
 """Holds a changed element in every encoding, with the frame around it."""
@@ -151,7 +152,7 @@ def _cut_out(region: RegionChange, part: Part) -> RegionChange:
         region,
         numel=window.numel,
         value=region.value[here],
-        index=region.index[here] - window.start,
+        index=region.index[here] - window.start if window.start else region.index[here],
         code=None if region.code is None else region.code[here],
         context=None if region.context is None else region.context.window(window.start, window.stop),
     )

@@ -212,10 +212,10 @@ class IndicesCodec:
         """Positions of all regions, then values of all regions, each padded to 8 bytes."""
         if not changes:
             return torch.empty(0, dtype=torch.uint8)
-        index = torch.cat([change.index for change in changes if change.index is not None])
+        narrow = _index_dtype([change.numel for change in changes])
+        index = torch.cat([change.index for change in changes if change.index is not None]).to(narrow)
         value = torch.cat([change.value for change in changes]).to(dtype)
-        streams = (as_bytes(index.to(_index_dtype([change.numel for change in changes]))), as_bytes(value))
-        return torch.cat([pad_to_word(stream) for stream in streams])
+        return torch.cat([pad_to_word(as_bytes(stream)) for stream in (index, value)])
 
     def decode(
         self,

@@ -29,6 +29,7 @@ from awex_delta.errors import (
     WireError,
 )
 from awex_delta.wire.codec import Codec, Context, RegionChange, as_bytes, pad_to_word, padding
+from awex_delta.wire.spans import Span, Window, windows_of
 
 MAGIC = b"AWEXDLTA"
 PROTOCOL_VERSION = 2
@@ -71,37 +72,6 @@ class FrameIdentity:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Window:
-    """The part of one region that lies in the span of a frame.
-
-    region: place of the region among those of the pair.
-    start, stop: positions in the region.
-    """
-
-    region: int
-    start: int
-    stop: int
-
-    @property
-    def numel(self) -> int:
-        """Elements in it."""
-        return self.stop - self.start
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
-    """What one frame covers of the elements of all regions of the pair, one after the other.
-
-    begin, end: half-open range of elements.
-    num_regions: regions of the pair.
-    """
-
-    begin: int
-    end: int
-    num_regions: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Unpacked:
     """A frame taken apart: where its span ends, and the change of each window in it."""
 
@@ -110,33 +80,10 @@ class Unpacked:
     changes: tuple[RegionChange, ...]
 
 
-def windows_of(numels: Sequence[int], begin: int, end: int) -> tuple[Window, ...]:
-    """The windows of the span from `begin` to `end`; a region without elements has none.
-
-    Args:
-        numels: elements of each region of the pair.
-        begin, end: half-open range of their elements, one region after the other.
-
-    Collective: no.
-    """
-    found, offset = [], 0
-    for region, numel in enumerate(numels):
-        start, stop = max(begin - offset, 0), min(end - offset, numel)
-        if start < stop:
-            found.append(Window(region=region, start=start, stop=stop))
-        offset += numel
-    return tuple(found)
-
-
 def frame_limit(num_windows: int, body_bytes: int, whole_bytes: int) -> int:
     """Bytes of a frame with so many windows, a body of that many bytes, and whole values. Collective: no."""
     table = 4 * num_windows
     return _HEADER.size + table + padding(table) + body_bytes + whole_bytes
-
-
-def max_frame_bytes(numels: Sequence[int], dtype: torch.dtype) -> int:
-    """The largest frame that these regions can need: a limit to check before memory is allocated."""
-    return _HEADER.size + 256 + 4 * len(numels) + 8 * len(numels) + sum(numels) * (8 + dtype.itemsize)
 
 
 def pack_frame(
@@ -164,13 +111,13 @@ def pack_frame(
     sparse = [change for change in changes if change.index is not None]
     if any(change.value.numel() >= WHOLE for change in sparse):
         raise WireError(f"a region changed in {WHOLE} elements or more: its count does not fit the table")
-    whole = [as_bytes(change.value.to(identity.dtype)) for change in changes if change.index is None]
     table = torch.tensor(
         [WHOLE if change.index is None else change.value.numel() for change in changes], dtype=torch.int64
     ).to(torch.uint32)
     body = codec.encode(sparse, identity.dtype)
-    tail = torch.cat(whole) if whole else torch.empty(0, dtype=torch.uint8)
-    payload = torch.cat([pad_to_word(as_bytes(table)), body, tail])
+    whole = [change.value.detach() for change in changes if change.index is None]
+    tail_bytes = sum(value.numel() for value in whole) * identity.dtype.itemsize
+    frame = torch.empty(frame_limit(len(changes), body.numel(), tail_bytes), dtype=torch.uint8)
     header = bytearray(
         _HEADER.pack(
             MAGIC,
@@ -184,12 +131,28 @@ def pack_frame(
             span.end,
             sum(change.value.numel() for change in changes),
             body.numel(),
-            tail.numel(),
+            tail_bytes,
             0,
         )
     )
-    struct.pack_into("<Q", header, _CHECKSUM_OFFSET, _checksum(bytes(header), payload))
-    return torch.cat([torch.frombuffer(header, dtype=torch.uint8), payload])
+    _fill(frame, [pad_to_word(as_bytes(table)), body], whole, identity.dtype)
+    struct.pack_into("<Q", header, _CHECKSUM_OFFSET, _checksum(bytes(header), frame[_HEADER.size :]))
+    frame[: _HEADER.size] = torch.frombuffer(header, dtype=torch.uint8)
+    return frame
+
+
+def _fill(
+    frame: torch.Tensor, streams: Sequence[torch.Tensor], whole: Sequence[torch.Tensor], dtype: torch.dtype
+) -> None:
+    """Write what follows the header; whole values go there from where they are, without a copy between."""
+    place = _HEADER.size
+    for stream in streams:
+        frame[place : place + stream.numel()].copy_(stream)
+        place += stream.numel()
+    tail, place = frame[place:].view(dtype), 0
+    for value in whole:
+        tail[place : place + value.numel()].copy_(value.reshape(-1))
+        place += value.numel()
 
 
 def unpack_frame(

@@ -140,11 +140,12 @@ def gap_streams(changes: Sequence[RegionChange], levels: Sequence[Level]) -> lis
     gap = torch.empty_like(index)
     torch.sub(index[1:], index[:-1], out=gap[1:]).sub_(1)
     gap[first] = index[first]
+    del index  # eight bytes a change, as has each of the steps below
     streams = []
     for dtype, limit in levels:
-        escaped = (gap >= limit).nonzero().view(-1)
-        streams.append(gap.clamp(max=limit).to(dtype))
-        gap = gap[escaped]
+        wide = gap[(gap >= limit).nonzero().view(-1)]
+        streams.append(gap.clamp_(max=limit).to(dtype))
+        gap = wide
     return [*streams, gap]
 
 

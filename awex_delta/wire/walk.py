@@ -148,7 +148,7 @@ def find_changes(
     Args:
         bits, base, segments: as there, of the base.
         at: [2], the first segment that is not done, and how many changes were found; moved on. It stops
-            where there are no more `places`.
+            where there are no more `places`, with one more than there are, also when called again.
         left: [256], unchanged elements of each class before its next change; NEVER where there is none.
         slot, last: [256], the slot of the next change of each class, and the end of its slots.
         gaps, steps: by slot.
@@ -163,8 +163,8 @@ def find_changes(
             before = left[own] - 1
             left[own] = before
             if before < 0:
-                if found == places.size:
-                    at[1] = found + 1
+                if found >= places.size:
+                    at[1] = places.size + 1
                     return
                 where = slot[own]
                 places[found], codes[found] = base + np.int64(j), steps[where]

@@ -26,6 +26,7 @@ from awex_delta.transports.disk.reader import DiskReader
 from awex_delta.types import TrainerLayout, WeightInfo
 from awex_delta.verdict import Kind, Reason
 from tests.ranks.conftest import BIAS, CUT, DOWN, EMBED, NORM, Q_PROJ, SHAPES
+from tests.ranks.disk import SETTINGS as DISK_SETTINGS
 from tests.ranks.disk import Engine, Trainers, files_below
 
 Build = Callable[..., Any]
@@ -61,6 +62,29 @@ def test_engines_at_two_speeds_and_a_late_joiner_hold_the_bits_of_every_version(
     assert slow.holds(trainers.history[7])
     assert [view.published for view in cut.views] == [list(range(8))] * 2
     assert late.views[0].published == [6, 7]  # not the links in between
+
+
+@pytest.mark.parametrize("verify", ["touched", "full"])
+def test_a_tensor_without_elements_is_part_of_every_checkpoint(
+    build: Build, tmp_path: Path, verify: str
+) -> None:
+    empty = "model.layers.0.mlp.experts.unused.weight"
+    shapes = {**SHAPES, empty: (0, 8)}
+    settings = replace(DISK_SETTINGS, verify=verify)
+    views = [
+        TorchAdamWTrainer.create(shapes, dp_rank=rank, dp_size=2, settings=settings, lr=1e-5)
+        for rank in range(2)
+    ]
+    trainers = build(Trainers, str(tmp_path), views=views, verify=verify)
+    engine = build(Engine, trainers, shapes=shapes)
+    for version in range(3):
+        trainers.write(version)
+        assert engine.read() == version
+        assert engine.holds(trainers.history[version])
+    assert trainers.kinds == "FDD"
+    files = sorted((tmp_path / version_name(0)).glob("model-*.safetensors"))
+    (found,) = [tensors[empty] for tensors in map(load_file, files) if empty in tensors]
+    assert found.shape == (0, 8)
 
 
 def test_an_older_version_can_be_asked_for(build: Build, tmp_path: Path) -> None:

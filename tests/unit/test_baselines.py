@@ -328,3 +328,29 @@ def test_hooks_come_only_with_the_setting_and_go_with_the_last_baseline() -> Non
     assert len(followed) == 1
     other.detach()
     assert len(followed) == 0
+
+
+def test_no_memory_for_the_codes_makes_the_next_update_full_and_training_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Half of a step must not be added and then, after a second look at it, the whole of it once more."""
+    trainer = TorchAdamWTrainer.create(SHAPES, settings=ON, lr=1e-5)
+    trainer.committed()
+    zeros = torch.zeros
+
+    def no_room(*sizes: Any, **options: Any) -> torch.Tensor:
+        if options.get("dtype") is torch.int8 and sizes[0] < 1000:  # room for `a`, none for those after it
+            raise RuntimeError("out of memory")
+        return zeros(*sizes, **options)
+
+    trainer.train_step()
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "zeros", no_room)
+        trainer.train_step()
+    found = trainer.detect()
+    assert (found.reason, found.detail) == (Reason.DETECTION_FAILED, "RuntimeError: out of memory")
+    trainer.committed()
+    truth = Truth(trainer)
+    trainer.train_step()
+    trainer.train_step()
+    assert truth.judge(trainer.detect())[0] > 0

@@ -21,8 +21,9 @@ from awex_delta.errors import (
 from awex_delta.numerics.ulp import UNSTATED, step_code
 from awex_delta.wire.buckets import MIN_BUCKET_BYTES, cut
 from awex_delta.wire.codec import Codec, Context, RegionChange, settle
-from awex_delta.wire.frame import FrameIdentity, check_complete, pack_frame, unpack_bucket, windows_of
+from awex_delta.wire.frame import FrameIdentity, check_complete, pack_frame, unpack_bucket
 from awex_delta.wire.registry import CODECS
+from awex_delta.wire.spans import windows_of
 
 BF16 = torch.bfloat16
 IDENTITY = FrameIdentity(

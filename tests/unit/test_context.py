@@ -77,6 +77,21 @@ def test_the_walk_counts_what_a_slow_oracle_counts(block: int, monkeypatch: pyte
     assert found.steps.tolist() == [steps[place] for place in places]
 
 
+def test_a_walk_that_finds_too_many_changes_writes_nothing_beyond_them() -> None:
+    """Over any number of blocks: where a receiver's base is another one, anything may be found."""
+    bits, ends = np.full(40, 0x3F80, np.uint16), np.zeros(256, np.int64)
+    left, slot, ends[127] = np.zeros(256, np.int64), np.zeros(256, np.int64), 10
+    memory, codes = np.full(12, -7, np.int64), np.full(12, -7, np.int8)
+    at, segments = np.zeros(2, np.int64), np.array([[0, 40]], np.int64)
+    tables = left, slot, ends, np.zeros(10, np.int64), np.ones(10, np.int8)
+    for base in range(0, 40, 8):
+        block = bits[base : base + 8]
+        module.load_loops().find_changes(block, base, segments, at, *tables, memory[:2], codes[:2])
+        assert at[1] == 3
+    assert memory.tolist() == [0, 1] + [-7] * 10
+    assert codes.tolist() == [1, 1] + [-7] * 10
+
+
 def test_counts_run_on_through_regions() -> None:
     """One region, or the same weights as three: the same gaps."""
     old, new = adamw_step(1e-5, 9000)

@@ -51,7 +51,8 @@ def bring_together(comm: Comm, taken: Taken, wholes: Sequence[WholeTensor], rank
     """
     items: list[Item] = []
     for whole in wholes:  # in one order on all ranks, so that nobody waits for somebody who waits
-        value: torch.Tensor | None = None
+        empty = whole.writer == rank and not whole.pieces
+        value = torch.empty(whole.shape, dtype=whole.dtype) if empty else None
         for piece in whole.pieces:
             mine = taken.pop((whole.name, piece)) if piece.rank == rank else None
             if whole.writer != rank:

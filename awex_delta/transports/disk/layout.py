@@ -113,7 +113,8 @@ def assign_writers(world: World, plan: Plan) -> tuple[WholeTensor, ...]:
     found: list[WholeTensor] = []
     for tensor in tensors:
         parts = pieces[tensor.name]
-        ranks = [piece.rank for piece in parts]
+        # Of a tensor without elements nobody has a piece; it belongs into a checkpoint all the same.
+        ranks = [piece.rank for piece in parts] or [rank for rank in load if tensor.name in held[rank]]
         if len(parts) == 1:
             shape = held[ranks[0]][tensor.name]
             ranks = [rank for rank in load if held[rank].get(tensor.name) == shape]
