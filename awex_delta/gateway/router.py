@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from fastapi import APIRouter, FastAPI
 
+from awex_delta.engine_digests import DigestFile
 from awex_delta.gateway.adapters import engine_side, trainer_side
 from awex_delta.gateway.guard import SHOWN_IN_THE_DOCUMENTATION, guarded, open_routes, problems
 from awex_delta.gateway.host import SideHost
+from awex_delta.gateway.models import Problem
 from awex_delta.gateway.side_models import (
     SideAnswer,
     SideConnect,
@@ -141,6 +143,13 @@ def side_router(side: Side, *, token: str | None, prefix: str = "", tags: Sequen
     async def disconnect(call: SideDisconnect) -> SideAnswer:
         """Leave a pair."""
         return await host.disconnect(call)
+
+    if side.role == "engine":
+
+        @closed.get("/digests", responses={501: {"model": Problem}})
+        async def digests() -> DigestFile:
+            """Digests of the live weights, for `awex-delta verify`. Nothing is updated meanwhile."""
+            return await host.digests()
 
     router.include_router(closed)
     outer = APIRouter(prefix=prefix)
