@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -71,6 +71,11 @@ class Slot:
         )
 
 
+async def to_its_end(call: Coroutine[Any, Any, Value]) -> Value:
+    """Await a call of a `SideHost` in a task of its own: what it did is noted whoever still listens."""
+    return await asyncio.shield(asyncio.ensure_future(call))
+
+
 class SideHost:
     """Carries out the gateway's calls, one at a time. Its methods are coroutines of one loop."""
 
@@ -97,6 +102,7 @@ class SideHost:
             role=self._side.role,
             kind=self._side.kind,
             num_ranks=self._side.num_ranks,
+            num_pairs=self._side.num_pairs,
             brings_meeting=self._side.brings_meeting,
             busy=self._busy,
             pairs={name: slot.view() for name, slot in self._slots.items()},
