@@ -28,7 +28,9 @@ class Part(BaseModel):
     digest: str = Field(pattern="^[0-9a-f]{16}$")
 
 
-class _DigestedTensor(BaseModel):
+class DigestedTensor(BaseModel):
+    """One HF tensor: the parts of it that this rank holds."""
+
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     dtype: str
@@ -36,14 +38,16 @@ class _DigestedTensor(BaseModel):
     parts: tuple[Part, ...]
 
 
-class _DigestFile(BaseModel):
+class DigestFile(BaseModel):
+    """What one engine rank says of its weights."""
+
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     format: Literal["awex-delta digests 1"]
-    tensors: dict[str, _DigestedTensor]
+    tensors: dict[str, DigestedTensor]
 
 
-_DIGEST_FILE = TypeAdapter(_DigestFile)
+_DIGEST_FILE = TypeAdapter(DigestFile)
 
 
 class DigestedState:
@@ -137,7 +141,7 @@ def _positions(start: tuple[int, ...], shape: tuple[int, ...], whole: tuple[int,
     return index.reshape(-1)
 
 
-def _parse(source: str, text: str | bytes) -> dict[str, _DigestedTensor]:
+def _parse(source: str, text: str | bytes) -> dict[str, DigestedTensor]:
     try:
         found = _DIGEST_FILE.validate_json(text)
     except ValidationError as error:

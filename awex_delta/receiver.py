@@ -90,6 +90,11 @@ class Receiver:
         return self._ledger.dirty
 
     @property
+    def view(self) -> EngineView:
+        """The engine's adapter, as it was given."""
+        return self._view
+
+    @property
     def comm(self) -> Comm:
         """This rank's seat, for tests and diagnosis."""
         return self._comm

@@ -19,6 +19,8 @@ from awex_delta.errors import ConfigError
 app = typer.Typer(add_completion=False)
 
 _TIMEOUT_SECONDS = 600
+_MAX_BYTES = 1 << 28  # of the digests of one rank
+_ADDRESS = ("http://", "https://")
 
 
 @app.command()
@@ -32,6 +34,9 @@ def verify(
             help="Another HF checkpoint; or the digests of an engine, one JSON file or http address a rank."
         ),
     ],
+    token_file: Annotated[
+        Path | None, typer.Option(help="File with the token that the http addresses ask for.")
+    ] = None,
     json_path: Annotated[
         Path | None, typer.Option("--json", help="Write every tensor here; - for stdout.")
     ] = None,
@@ -47,7 +52,7 @@ def verify(
     console = Console(stderr=True)
     try:
         left = importlib.import_module("awex_delta.checkpoints").Checkpoint(trainer)
-        right = _open_engine(engine)
+        right = _open_engine(engine, token_file)
         results = _compare(compare, left, right, console)
     except ConfigError as error:
         _refuse(str(error))
@@ -62,8 +67,8 @@ def verify(
     raise typer.Exit(code=0 if same else 1)
 
 
-def _open_engine(engine: list[str]) -> Any:
-    digests = [ref for ref in engine if ref.endswith(".json") or ref.startswith(("http://", "https://"))]
+def _open_engine(engine: list[str], token_file: Path | None) -> Any:
+    digests = [ref for ref in engine if ref.endswith(".json") or ref.startswith(_ADDRESS)]
     if not digests:
         if len(engine) > 1:
             raise ConfigError(
@@ -73,19 +78,42 @@ def _open_engine(engine: list[str]) -> Any:
     if len(digests) < len(engine):
         raise ConfigError(f"ENGINE is {' '.join(engine)}: give either a checkpoint or digests, not both")
     module = importlib.import_module("awex_delta.engine_digests")
-    return module.DigestedState({ref: _read(ref) for ref in digests})
+    token = None if token_file is None else _read_token(token_file)
+    return module.DigestedState({ref: _read(ref, token) for ref in digests})
 
 
-def _read(ref: str) -> bytes:
+def _read_token(path: Path) -> str:
+    try:
+        from awex_delta.gateway.token import read_token
+    except ModuleNotFoundError as error:
+        raise ConfigError(str(error)) from error
+    return read_token(path)
+
+
+def _read(ref: str, token: str | None) -> bytes:
     """The bytes of a file or of an address."""
     try:
-        if not ref.startswith("http"):
-            return Path(ref).read_bytes()
-        answer = requests.get(ref, timeout=_TIMEOUT_SECONDS)
-        answer.raise_for_status()
+        return _ask(ref, token) if ref.startswith(_ADDRESS) else Path(ref).read_bytes()
     except OSError as error:  # what requests raises is one too
         raise ConfigError(f"{ref} cannot be read: {error}") from error
-    return answer.content
+
+
+def _ask(url: str, token: str | None) -> bytes:
+    """What an address answers. No proxy, no redirect: the token goes to what was named, and nowhere else."""
+    headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+    received = bytearray()
+    with requests.Session() as session:
+        session.trust_env = False
+        with session.get(
+            url, headers=headers, timeout=_TIMEOUT_SECONDS, allow_redirects=False, stream=True
+        ) as answer:
+            for part in answer.iter_content(1 << 16):
+                received += part
+                if len(received) > _MAX_BYTES:
+                    raise ConfigError(f"{url} answers with more than {_MAX_BYTES} bytes: are these digests?")
+    if answer.status_code != requests.codes.ok:
+        raise ConfigError(f"{url} answers {answer.status_code}: {ascii(bytes(received[:400]))[2:-1]}")
+    return bytes(received)
 
 
 def _compare(compare: Any, left: Any, right: Any, console: Console) -> list[Any]:

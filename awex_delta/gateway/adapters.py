@@ -89,9 +89,15 @@ def engine_side(engine: Any, *, num_ranks: int | None = None) -> Side:
     if num_ranks is not None:
         raise ConfigError(f"num_ranks={num_ranks}: leave it out, it is known for {_name(engine)}")
     if isinstance(engine, Receiver):
-        return _engine("Receiver", lambda _: ReceiverEnd(engine), brings_meeting=True)
+        return _engine(
+            "Receiver", lambda _: ReceiverEnd(engine), brings_meeting=True, view=lambda: engine.view
+        )
     if _is(engine, "transformers", "PreTrainedModel"):
-        return _engine("transformers", lambda order: _transformers_end(engine, order))
+        return _engine(
+            "transformers",
+            lambda order: _transformers_end(engine, order),
+            view=lambda: _transformers_view(engine),
+        )
     if _is(engine, "vllm", "AsyncLLM"):
         ranks = _vllm_ranks(engine.vllm_config)
         return _engine("vLLM", lambda order: VllmEnd(_async_driver(engine, order), order), num_ranks=ranks)
@@ -104,7 +110,7 @@ def engine_side(engine: Any, *, num_ranks: int | None = None) -> Side:
         ranks = int(engine.server_args.tp_size)
         return _engine("SGLang", lambda order: _sglang_end(engine, order, ranks), num_ranks=ranks)
     if isinstance(engine, EngineView):
-        return _engine(type(engine).__name__, lambda order: _engine_end(engine, order))
+        return _engine(type(engine).__name__, lambda order: _engine_end(engine, order), view=lambda: engine)
     raise UnsupportedError(f"no adapter for an engine of {_name(engine)}; give {_ENGINES}")
 
 
@@ -133,7 +139,12 @@ def _trainer(
 
 
 def _engine(
-    kind: str, open_end: Callable[[Order], End], *, num_ranks: int = 1, brings_meeting: bool = False
+    kind: str,
+    open_end: Callable[[Order], End],
+    *,
+    num_ranks: int = 1,
+    brings_meeting: bool = False,
+    view: Callable[[], EngineView] | None = None,
 ) -> Side:
     return Side(
         role="engine",
@@ -142,6 +153,7 @@ def _engine(
         brings_meeting=brings_meeting,
         num_pairs=1,  # it holds one version of one trainer's weights
         open=open_end,
+        view=view,
     )
 
 
@@ -216,6 +228,12 @@ def _transformers_end(model: Any, order: Order) -> End:
             engine=order.engine,
         )
     )
+
+
+def _transformers_view(model: Any) -> EngineView:
+    from awex_delta.engines.transformers import TransformersEngine
+
+    return TransformersEngine(model)
 
 
 def _vllm_ranks(config: Any) -> int:

@@ -14,6 +14,7 @@ from awex_delta.gateway.models import Problem
 from awex_delta.gateway.side_models import Attempt, SideAnswer, SideState, Verb
 
 _MAX_ANSWER_BYTES = 1 << 20
+_MAX_TEXT_CHARS = 4000  # of what a side says of a failure; it is shown and logged
 _CONNECT_SECONDS = 10.0
 
 Answer = TypeVar("Answer")
@@ -48,7 +49,12 @@ class Sides:
         async def ask(url: str) -> SideState | SideFailure:
             return await self._ask("GET", f"{url}/state", None, SideState, seconds)
 
-        return dict(zip(urls, await asyncio.gather(*map(ask, urls)), strict=True))
+        # The time of the client is that of each read, which a side that sends byte by byte never exceeds.
+        return await gather_with_grace(
+            {url: lambda url=url: ask(url) for url in urls},  # type: ignore[misc]
+            seconds=seconds,
+            grace_seconds=seconds,
+        )
 
     async def call(
         self, verb: Verb, calls: Mapping[str, Attempt], *, seconds: float, grace_seconds: float
@@ -99,12 +105,15 @@ class Sides:
     ) -> Model | SideFailure:
         content = None if body is None else body.model_dump_json()
         timeout = httpx.Timeout(seconds, connect=min(seconds or _CONNECT_SECONDS, _CONNECT_SECONDS))
-        headers = {"Content-Type": "application/json"}
+        # Nothing is unpacked: what is short on the wire must not fill memory.
+        headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         received = bytearray()
         try:
             async with self._opened().stream(
                 method, url, content=content, headers=headers, timeout=timeout
             ) as response:
+                if response.headers.get("Content-Encoding", "identity") != "identity":
+                    return SideFailure(status=None, text="its answer is packed, which it was not asked for")
                 async for part in response.aiter_bytes():
                     received += part
                     if len(received) > _MAX_ANSWER_BYTES:
@@ -118,7 +127,8 @@ class Sides:
             return SideFailure(
                 status=response.status_code, text=f"answers {response.status_code}: is a side's router there?"
             )
-        return SideFailure(status=response.status_code, text=f"{problem.error}: {problem.detail}")
+        said = f"{problem.error}: {problem.detail}"[:_MAX_TEXT_CHARS]
+        return SideFailure(status=response.status_code, text=said)
 
 
 def _parsed(model: type[Model], text: bytes) -> Model | SideFailure:

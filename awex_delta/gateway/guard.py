@@ -17,7 +17,9 @@ from awex_delta.gateway.models import MAX_BODY_BYTES, Problem
 from awex_delta.gateway.token import check_token, matches
 
 SHOWN_IN_THE_DOCUMENTATION = Security(
-    HTTPBearer(auto_error=False, description="The token of `--token-file`; asked for by every POST.")
+    HTTPBearer(
+        auto_error=False, description="The token of `--token-file`; asked for by every POST, and for digests."
+    )
 )
 """Names the scheme in the OpenAPI document. `guarded` is what checks it, before the body is read."""
 

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from awex_delta.config import resolve
+from awex_delta.engine_digests import DigestFile, digests_of
 from awex_delta.errors import AwexDeltaError, ConfigError
 from awex_delta.gateway.guard import Rejection
 from awex_delta.gateway.models import Problem
@@ -70,6 +71,11 @@ class Slot:
         )
 
 
+async def to_its_end(call: Coroutine[Any, Any, Value]) -> Value:
+    """Await a call of a `SideHost` in a task of its own: what it did is noted whoever still listens."""
+    return await asyncio.shield(asyncio.ensure_future(call))
+
+
 class SideHost:
     """Carries out the gateway's calls, one at a time. Its methods are coroutines of one loop."""
 
@@ -96,6 +102,7 @@ class SideHost:
             role=self._side.role,
             kind=self._side.kind,
             num_ranks=self._side.num_ranks,
+            num_pairs=self._side.num_pairs,
             brings_meeting=self._side.brings_meeting,
             busy=self._busy,
             pairs={name: slot.view() for name, slot in self._slots.items()},
@@ -120,7 +127,7 @@ class SideHost:
         if len(others) >= _MAX_PAIRS:
             raise _conflict(f"this side serves {len(others)} pairs already")
         loop = asyncio.get_running_loop()
-        end = await self._run("connect", call, lambda: _join(self._side, _order(call, loop)))
+        end = await self._run(f"connect of pair {call.pair}", lambda: _join(self._side, _order(call, loop)))
         # What a pair that was left held is of no account once another one may write.
         kept = {name: slot for name, slot in self._slots.items() if slot.connected}
         self._slots = {**kept, call.pair: Slot(connection=call.connection, end=end, connected=True)}
@@ -143,7 +150,9 @@ class SideHost:
         self._slots[call.pair] = slot = replace(slot, attempt=call.attempt, answer=None)
         answer: SideAnswer | Problem
         try:
-            stats = await self._run("update_weights", call, lambda: slot.end.update_weights(call.version))
+            stats = await self._run(
+                f"update_weights of pair {call.pair}", lambda: slot.end.update_weights(call.version)
+            )
             answer = SideAnswer(pair=slot.view(), counts=None if stats is None else Counts.of(stats))
         except Rejection as error:
             self._slots[call.pair] = replace(slot, answer=error.problem)
@@ -155,7 +164,7 @@ class SideHost:
         """Hear that the trainer has committed a version. Raises Rejection."""
         slot = self._slot(call)
         self._refuse_when_busy()
-        await self._run("publish", call, lambda: slot.end.publish(call.version))
+        await self._run(f"publish of pair {call.pair}", lambda: slot.end.publish(call.version))
         return SideAnswer(pair=slot.view())
 
     async def disconnect(self, call: Attempt) -> SideAnswer:
@@ -169,11 +178,24 @@ class SideHost:
             raise _conflict(f"pair {call.pair} is connected otherwise")
         self._refuse_when_busy()
         try:
-            await self._run("disconnect", call, slot.end.close)
+            await self._run(f"disconnect of pair {call.pair}", slot.end.close)
         finally:  # a side that could not say goodbye is gone nevertheless
             slot = replace(slot, connected=False, left=slot.end.holding())
             self._slots[call.pair] = slot
         return SideAnswer(pair=slot.view())
+
+    async def digests(self) -> DigestFile:
+        """Digests of the weights that this engine holds now; no call changes them meanwhile.
+
+        Raises:
+            Rejection: busy, or the weights are in other processes.
+        """
+        view = self._side.view
+        if view is None:
+            text = f"{self._side.kind} holds its weights in other processes: write digests_of(view) there"
+            raise Rejection(501, Problem(error="unsupported", detail=text))
+        self._refuse_when_busy()
+        return await self._run("digests", lambda: DigestFile.model_validate(digests_of(view())))
 
     def close(self) -> None:
         """Let the worker thread end once it is idle."""
@@ -189,8 +211,8 @@ class SideHost:
         if self._busy:
             raise _conflict(f"busy with {self._busy}")
 
-    async def _run(self, verb: str, call: Attempt, work: Callable[[], Value]) -> Value:
-        self._busy = f"{verb} of pair {call.pair}"
+    async def _run(self, what: str, work: Callable[[], Value]) -> Value:
+        self._busy = what
         done = asyncio.get_running_loop().run_in_executor(self._worker, work)
         done.add_done_callback(self._now_idle)
         try:
@@ -200,7 +222,7 @@ class SideHost:
             raise Rejection(422, Problem(error="ConfigError", detail=str(error))) from error
         except Exception as error:  # an engine may raise anything, and the gateway must hear of it
             if not isinstance(error, AwexDeltaError):
-                logger.exception("%s of pair %s failed", verb, call.pair)
+                logger.exception("%s failed", what)
             notes = "".join(f" ({note})" for note in _notes(error))
             text = f"{error}{notes}"[:4000]
             raise Rejection(502, Problem(error=type(error).__name__, detail=text)) from error

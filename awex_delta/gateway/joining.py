@@ -61,7 +61,7 @@ def join_problem(request: ConnectRequest, states: Mapping[str, SideState]) -> di
             said[url] = f"is {_article(state.role)} ({state.kind}), not {_article(wanted)}"
         elif state.busy:
             said[url] = f"is busy with {state.busy}"
-        elif state.role == "engine" and elsewhere:
+        elif state.num_pairs is not None and len(elsewhere) >= state.num_pairs:
             said[url] = f"is in pair {elsewhere[0]}: disconnect that first"
         elif brings and url not in brings:
             said[url] = (

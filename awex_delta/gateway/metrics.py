@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -62,6 +62,7 @@ class Metrics:
             ("pair", "engine"),
             registry=registry,
         )
+        self._shown: dict[str, frozenset[str]] = {}
 
     def updated(self, answer: UpdateAnswer) -> None:
         """Count a committed update."""
@@ -84,13 +85,19 @@ class Metrics:
 
     def engines(self, pair: str, engines: Iterable[EngineReadiness]) -> None:
         """Note which engines are ready."""
-        for engine in engines:
-            self._ready.labels(pair, engine.url).set(int(engine.ready))
+        self._show(pair, {engine.url: int(engine.ready) for engine in engines})
 
     def unready(self, pair: str, engines: Iterable[str]) -> None:
         """Take engines for not ready, from before an update until it is known to have committed."""
-        for engine in engines:
-            self._ready.labels(pair, engine).set(0)
+        self._show(pair, dict.fromkeys(engines, 0))
+
+    def _show(self, pair: str, ready: Mapping[str, int]) -> None:
+        """All engines of a pair; one that is no longer among them is no longer shown."""
+        for gone in self._shown.get(pair, frozenset()) - ready.keys():
+            self._ready.remove(pair, gone)
+        self._shown[pair] = frozenset(ready)
+        for url, value in ready.items():
+            self._ready.labels(pair, url).set(value)
 
     def text(self) -> bytes:
         """All numbers, as Prometheus reads them."""

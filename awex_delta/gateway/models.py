@@ -22,6 +22,8 @@ from awex_delta.schema import RolloutConfig, TrainEngineConfig
 MAX_BODY_BYTES = 1 << 18
 """The longest body of a request; a pair of a thousand URLs needs less."""
 
+MAX_SENTENCE_CHARS = 8192
+
 STRICT = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
 
@@ -52,6 +54,12 @@ Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,6
 Version = Annotated[int, Field(ge=0, lt=2**63, strict=True)]
 Count = Annotated[int, Field(ge=1, le=1 << 20, strict=True)]
 Index = Annotated[int, Field(ge=0, le=1 << 20, strict=True)]
+Amount = Annotated[int, Field(ge=0, lt=2**63)]
+"""Of bytes or elements, as a side counted them."""
+Seconds = Annotated[float, Field(ge=0, lt=1e9)]
+Word = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9 _.-]{1,64}$")]
+"""What a side may make a label of."""
+Sentence = Annotated[str, StringConstraints(max_length=MAX_SENTENCE_CHARS)]
 Life = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
 """Identity of one connection of a pair."""
 Url = Annotated[

@@ -150,11 +150,13 @@ class Pair:
 
     async def answer(self) -> PairAnswer:
         """Where the pair stands, with what its engines say of themselves now."""
-        states = await self._means.sides.states(self._record.request.engines, seconds=_STATE_SECONDS)
+        asked = self._record
+        states = await self._means.sides.states(asked.request.engines, seconds=_STATE_SECONDS)
         record = self._record
         pair = record.request.pair
         engines = tuple(readiness(pair, record.version, url, state) for url, state in states.items())
-        self._means.metrics.engines(pair, engines)
+        if record is asked:  # else a request that began or ended meanwhile knows better
+            self._means.metrics.engines(pair, engines)
         return PairAnswer(
             pair=pair,
             state=record.state,
@@ -186,6 +188,7 @@ class Pair:
         """Run a verb in a task of its own, which ends as it should whoever still listens."""
         outcome: asyncio.Future[Value] = asyncio.get_running_loop().create_future()
         self._work = asyncio.ensure_future(self._carry_out(verb, work, outcome))
+        self._work.add_done_callback(_log_failure)
         return await asyncio.shield(outcome)
 
     async def _carry_out(
@@ -229,6 +232,7 @@ class Pair:
         connection = secrets.token_hex(16)
         calls = side_connects(request, states, connection, self._means.meeter)
         self._record = replace(self._record, connection="", version=None, attempt=0)
+        self._means.metrics.unready(pair, request.engines)
         # Among them connections of a gateway that is gone, and sides that did not see the end of the last.
         all_of(await self._leave(states), f"pair {pair} cannot leave its former connection")
         wait = self._settings().connect_timeout_seconds + _SLACK_SECONDS
@@ -294,6 +298,12 @@ class Pair:
     def _settings(self) -> DeltaSettings:
         config = self._record.request.config
         return resolve(config.train, config.rollout).settings
+
+
+def _log_failure(work: asyncio.Task[None]) -> None:
+    """What nobody foresaw; the caller was told that the log says why."""
+    if not work.cancelled() and work.exception() is not None:
+        logger.error("the gateway failed", exc_info=work.exception())
 
 
 def _bye(pair: str, connection: str) -> Attempt:

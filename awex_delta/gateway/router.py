@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from fastapi import APIRouter, FastAPI
 
+from awex_delta.engine_digests import DigestFile
 from awex_delta.gateway.adapters import engine_side, trainer_side
 from awex_delta.gateway.guard import SHOWN_IN_THE_DOCUMENTATION, guarded, open_routes, problems
-from awex_delta.gateway.host import SideHost
+from awex_delta.gateway.host import SideHost, to_its_end
+from awex_delta.gateway.models import Problem
 from awex_delta.gateway.side_models import (
     SideAnswer,
     SideConnect,
@@ -125,22 +127,29 @@ def side_router(side: Side, *, token: str | None, prefix: str = "", tags: Sequen
     @closed.post("/connect")
     async def connect(call: SideConnect) -> SideAnswer:
         """Join a pair."""
-        return await host.connect(call)
+        return await to_its_end(host.connect(call))
 
     @closed.post("/update_weights")
     async def update_weights(call: SideUpdate) -> SideAnswer:
         """Take part in one update."""
-        return await host.update_weights(call)
+        return await to_its_end(host.update_weights(call))
 
     @closed.post("/publish")
     async def publish(call: SidePublish) -> SideAnswer:
         """Hear that the trainer has committed a version."""
-        return await host.publish(call)
+        return await to_its_end(host.publish(call))
 
     @closed.post("/disconnect")
     async def disconnect(call: SideDisconnect) -> SideAnswer:
         """Leave a pair."""
-        return await host.disconnect(call)
+        return await to_its_end(host.disconnect(call))
+
+    if side.role == "engine":
+
+        @closed.get("/digests", responses={501: {"model": Problem}})
+        async def digests() -> DigestFile:
+            """Digests of the live weights, for `awex-delta verify`. Nothing is updated meanwhile."""
+            return await host.digests()
 
     router.include_router(closed)
     outer = APIRouter(prefix=prefix)

@@ -6,7 +6,20 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field, StringConstraints
 
-from awex_delta.gateway.models import STRICT, Count, Index, Life, Name, PairConfig, Version
+from awex_delta.gateway.models import (
+    MAX_SENTENCE_CHARS,
+    STRICT,
+    Amount,
+    Count,
+    Index,
+    Life,
+    Name,
+    PairConfig,
+    Seconds,
+    Sentence,
+    Version,
+    Word,
+)
 from awex_delta.types import UpdateStats
 from awex_delta.verdict import Reason
 
@@ -47,7 +60,7 @@ class SideUpdate(Attempt):
     """Take part in one update. `attempt` grows with each; the same one again gets the same answer."""
 
     version: Version
-    attempt: Count
+    attempt: Version
 
 
 class SidePublish(Attempt):
@@ -64,13 +77,13 @@ class Counts(BaseModel):
     """What an update did, as this side knows it (`UpdateStats`)."""
 
     kind: Literal["full", "delta"]
-    reason: str
-    verdict: str
-    total_wire_bytes: int
-    total_changed: int
-    total_owned: int
-    full_bytes: int
-    seconds: dict[str, float]
+    reason: Word
+    verdict: Sentence
+    total_wire_bytes: Amount
+    total_changed: Amount
+    total_owned: Amount
+    full_bytes: Amount
+    seconds: Annotated[dict[Word, Seconds], Field(max_length=32)]
 
     @classmethod
     def of(cls, stats: UpdateStats) -> Counts:
@@ -78,7 +91,7 @@ class Counts(BaseModel):
         return cls(
             kind=stats.verdict.kind.value,
             reason=Reason(stats.verdict.reason).name,
-            verdict=str(stats.verdict),
+            verdict=str(stats.verdict)[:MAX_SENTENCE_CHARS],
             total_wire_bytes=stats.total_wire_bytes,
             total_changed=stats.total_changed,
             total_owned=stats.total_owned,
@@ -90,11 +103,11 @@ class Counts(BaseModel):
 class PairOnSide(BaseModel):
     """What a side holds of one pair."""
 
-    connection: str
+    connection: Life
     connected: bool
-    version: int | None
+    version: Version | None
     ready: bool
-    why: str
+    why: Sentence
     """Why it is not ready."""
 
 
@@ -110,10 +123,12 @@ class SideState(BaseModel):
     """Who a side is, and what it does."""
 
     role: Literal["trainer", "engine"]
-    kind: str
-    num_ranks: int
+    kind: Annotated[str, StringConstraints(max_length=256)]
+    num_ranks: Count
+    num_pairs: Count | None = None
+    """How many pairs it can be in at once; None for any number."""
     brings_meeting: bool
     """It was made with a `Rendezvous` of its own."""
-    busy: str
+    busy: Annotated[str, StringConstraints(max_length=256)]
     """What it does now, such as "update_weights of pair a"; empty where it is idle."""
-    pairs: dict[str, PairOnSide]
+    pairs: dict[Name, PairOnSide]

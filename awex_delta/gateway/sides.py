@@ -12,7 +12,7 @@ from awex_delta.engines.vllm_driver import VllmDriver, init_info
 from awex_delta.receiver import Receiver
 from awex_delta.rendezvous import Rendezvous
 from awex_delta.sender import Sender
-from awex_delta.types import DeltaSettings, UpdateStats
+from awex_delta.types import DeltaSettings, EngineView, UpdateStats
 
 Role = Literal["trainer", "engine"]
 
@@ -73,6 +73,7 @@ class Side:
     brings_meeting: its ends were made with a `Rendezvous` of their own, so the gateway's is not used.
     num_pairs: how many pairs it can be in at once; None for any number.
     open: makes this side's end of a pair; opens nothing.
+    view: gives the live weights, where an engine has them in this process; None where it has not.
     """
 
     role: Role
@@ -81,6 +82,7 @@ class Side:
     brings_meeting: bool
     num_pairs: int | None
     open: Callable[[Order], End]
+    view: Callable[[], EngineView] | None = None
 
 
 class SenderEnd:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hmac
 import os
 import secrets
+from contextlib import suppress
 from pathlib import Path
 
 from awex_delta.errors import ConfigError
@@ -36,25 +37,25 @@ def check_token(token: str | None) -> None:
         )
 
 
-def read_token(path: Path, *, create: bool = False) -> str:
+def read_token(path: str | Path, *, create: bool = False) -> str:
     """Read a token from a file that only its owner can read.
 
     Args:
         path: of the file; blanks around the token are ignored.
-        create: write a new random token where there is no file, with mode 0600.
+        create: write a new random token where there is no file, with mode 0600. Of several processes that
+            do so at once, all read the same token.
 
     Raises:
         ConfigError: the file is missing, can be read by others, or holds no good token.
     """
+    path = Path(path)
     if create and not path.exists():
         try:
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            _create(path)
         except OSError as error:
             raise ConfigError(
                 f"token file {path}: {error.strerror}; give a path that can be written"
             ) from error
-        with os.fdopen(descriptor, "w", encoding="ascii") as file:
-            file.write(new_token() + "\n")
     try:
         mode = path.stat().st_mode
         token = path.read_text(encoding="utf-8").strip()
@@ -64,6 +65,19 @@ def read_token(path: Path, *, create: bool = False) -> str:
         raise ConfigError(f"token file {path} can be read by others: chmod 600 {path}")
     check_token(token)
     return token
+
+
+def _create(path: Path) -> None:
+    """Put a whole token at `path`, unless another process was faster: nobody ever reads half of one."""
+    draft = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
+    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        with os.fdopen(descriptor, "w", encoding="ascii") as file:
+            file.write(new_token() + "\n")
+        with suppress(FileExistsError):
+            os.link(draft, path)
+    finally:
+        draft.unlink()
 
 
 def matches(header: str | None, token: str) -> bool:

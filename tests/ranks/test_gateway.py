@@ -244,6 +244,15 @@ def test_one_trainer_serves_two_pairs_each_at_its_own_pace() -> None:
     asyncio.run(scenario())
 
 
+class Unshared:
+    """A trainer that one pair at a time can follow."""
+
+    def __init__(self, trainer: TorchAdamWTrainer) -> None:
+        names = "layout weights tensor owned_slices detect gather_params committed convert transfer"
+        for name in names.split():
+            setattr(self, name, getattr(trainer, name))
+
+
 def masters(trainer: TorchAdamWTrainer) -> dict[str, torch.Tensor]:
     return {key.removeprefix("0/"): tensor for key, tensor in trainer._stepped.items()}
 
@@ -255,6 +264,7 @@ def masters(trainer: TorchAdamWTrainer) -> dict[str, torch.Tensor]:
         (["t"], ["e0", "e1"], 409, "rollout.backend means 1 ranks, and the sides at these URLs have 2"),
         (["t"], ["absent"], 502, r"http://absent does not answer \(ConnectError\)"),
         (["t"], ["taken"], 409, "http://taken is in pair other: disconnect that first"),
+        (["whole"], ["e0"], 409, "http://whole is in pair third: disconnect that first"),
         (["t"], ["ready"], 409, "http://t takes the gateway's meeting point, while others bring"),
     ],
 )
@@ -270,6 +280,9 @@ def test_sides_that_do_not_fit_are_named_before_any_is_asked(
             meeting = Rendezvous(num_engine_ranks=1, num_trainer_ranks=1, store=HashStore())
             receiver = Receiver(DictEngine(SHAPES), meeting, 0, "e", DeltaSettings())
             w.hosts.apps["ready"] = app_of(engine_router(receiver, token=TOKEN))
+            w.hosts.apps["whole"] = app_of(trainer_router(Unshared(new_trainer()), token=TOKEN))
+            w.add_engine("e2")
+            assert (await w.connect("third", ["whole"], ["e2"])).status_code == 200
             await w.connect("other", ["t1"], ["taken"])
             w.hosts.asked.clear()
             body = {

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import stat
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -282,3 +284,19 @@ def test_a_token_file_is_made_for_its_owner_alone_and_read_again(tmp_path: Path)
         read_token(path)
     with pytest.raises(ConfigError, match="give a path that can be written"):
         read_token(tmp_path / "absent" / "token", create=True)
+
+
+def test_a_token_that_several_processes_make_at_once_is_one_and_whole(tmp_path: Path) -> None:
+    path, threads = tmp_path / "token", 8
+    begin = threading.Barrier(threads)
+
+    def make(_: int) -> str:
+        begin.wait(20)
+        return read_token(str(path), create=True)
+
+    for _ in range(20):
+        with ThreadPoolExecutor(threads) as pool:
+            assert len(set(pool.map(make, range(threads)))) == 1
+        assert [file.name for file in tmp_path.iterdir()] == ["token"]
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        path.unlink()
