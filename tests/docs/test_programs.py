@@ -7,6 +7,7 @@ import logging
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -299,17 +300,26 @@ def test_the_session_on_the_page_on_the_gateway(tmp_path: Path) -> None:
         {asked}
     """
     done = subprocess.run(
-        ["bash", "-c", script],
+        ["/bin/bash", "-c", script],
         cwd=tmp_path,
         capture_output=True,
         text=True,
         timeout=170,
         check=False,
     )
-    answers = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    answers = [*json_values(done.stdout)]
     updates = [answer for answer in answers if "kind" in answer]
     assert [(one["version"], one["kind"]) for one in updates] == [(0, "full"), (1, "delta")], done
     assert answers[-1]["state"] == "disconnected"
+
+
+def json_values(text: str) -> Iterator[Any]:
+    """All JSON objects in a text, however they are separated."""
+    start = text.find("{")
+    while start >= 0:
+        value, end = json.JSONDecoder().raw_decode(text, start)
+        yield value
+        start = text.find("{", end)
 
 
 def free_port() -> int:
@@ -317,6 +327,30 @@ def free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
+
+
+@pytest.mark.timeout(120)
+def test_the_plain_loop_on_the_page_on_trainers() -> None:
+    store = host_store()
+    served, trained = run_ranks(_plain_loop, 2, store.port)
+    assert torch.equal(served, trained)
+
+
+def _plain_loop(me: Rank, port: int) -> torch.Tensor:
+    settings = DeltaSettings(timeout_seconds=60, connect_timeout_seconds=60)
+    meet = Rendezvous(num_engine_ranks=1, num_trainer_ranks=1, port=port)
+    model = _serving_model()
+    if me.rank == ENGINE:
+        receiver = attach_transformers(model, rendezvous=meet, engine_rank=0, settings=settings)
+        for version in range(1, NUM_STEPS + 1):
+            receiver.update_weights(version)
+    else:
+        tokens = torch.arange(32)[None]
+        names: dict[str, Any] = {"model": model, "rendezvous": meet, "settings": settings}
+        names |= {"num_steps": NUM_STEPS, "loss": lambda model: model(tokens, labels=tokens).loss}
+        python_blocks("docs/en/trainers.md")[-1].run(names)
+        assert names["view"].detect().reason is Reason.NONE
+    return _embedding_bits(model.get_input_embeddings().weight)
 
 
 class _RecordingEngine:

@@ -1,4 +1,4 @@
-"""Gateways and clients that die, answers that get lost, and requests that cross: nothing is left half done."""
+"""Gateways and clients that die, answers that get lost, requests that cross: nothing is left half done."""
 
 from __future__ import annotations
 
@@ -174,7 +174,8 @@ def test_a_slow_look_at_a_pair_does_not_hide_an_update_that_began_meanwhile() ->
             async def late(scope: Any, receive: Any, send: Any) -> None:
                 """Answers as it is now, and the answer arrives later."""
                 if scope["path"] != "/state" or asked.is_set():
-                    return await app(scope, receive, send)
+                    await app(scope, receive, send)
+                    return
                 messages: list[Any] = []
 
                 async def keep(message: Any) -> None:
