@@ -15,6 +15,7 @@ import random
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from importlib.util import find_spec
 from typing import TypeVar
 
 import torch
@@ -309,6 +310,13 @@ def meeting_point(settings: Settings, port: int) -> Rendezvous:
     )
 
 
+def check_engine(settings: Settings) -> None:
+    """Refuse an engine that cannot start here, before its absence is noticed by a timeout."""
+    backend = settings.rollout.backend
+    if backend.startswith("vllm:") and find_spec("vllm") is None:
+        raise ConfigError(f"rollout.backend = {backend!r}: vllm is not installed. Remedy: make vllm")
+
+
 def main() -> None:
     """Read the preset and the overrides, and run."""
     raw = argparse.RawDescriptionHelpFormatter
@@ -322,6 +330,7 @@ def main() -> None:
         if asked.plan:
             show_plan(plan_preset(preset_path(asked.preset), asked.overrides), Console())
         else:
+            check_engine(settings)
             run(settings)
     except ConfigError as error:
         raise SystemExit(f"refused: {error}") from None
