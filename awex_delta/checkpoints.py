@@ -139,6 +139,8 @@ def _files_of(path: Path) -> list[Path]:
 def _check_index(path: Path, found: Mapping[str, Entry]) -> None:
     """What the index promises is there: a shard that is missing is no missing tensor."""
     promised = _read_json(path / _INDEX).get("weight_map", {})
+    if not isinstance(promised, dict):
+        raise ConfigError(f"{path / _INDEX}: its weight_map is no mapping; copy it again")
     lost = sorted(set(promised) - set(found))
     if lost:
         raise ConfigError(
@@ -157,6 +159,6 @@ def _read_json(path: Path) -> dict[str, Any]:
         return {}
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{path} is no JSON: {error}; copy it again") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} cannot be read as JSON: {error}; copy it again") from error
     return data if isinstance(data, dict) else {}

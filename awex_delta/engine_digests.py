@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
@@ -15,6 +15,8 @@ from awex_delta.digest import MODULUS, as_unsigned, salt_of, sum_at
 from awex_delta.errors import ConfigError
 from awex_delta.types import EngineView
 
+Size = Annotated[int, Field(ge=0, lt=2**63)]
+
 _PIECE = 1 << 20  # elements whose positions are in memory at a time
 
 
@@ -23,8 +25,8 @@ class Part(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    start: tuple[int, ...]
-    shape: tuple[int, ...]
+    start: tuple[Size, ...]
+    shape: tuple[Size, ...]
     digest: str = Field(pattern="^[0-9a-f]{16}$")
 
 
@@ -34,7 +36,7 @@ class DigestedTensor(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     dtype: str
-    shape: tuple[int, ...]
+    shape: tuple[Size, ...]
     parts: tuple[Part, ...]
 
 
@@ -82,11 +84,12 @@ class DigestedState:
                         raise ConfigError(
                             f"{name}: two ranks hold other bits in the part at {list(part.start)}"
                         )
-        for name, found in parts.items():
+        for name, entry in self.entries.items():
+            found = parts[name]
             covered = sum(math.prod(shape) for _, shape in found)
-            if covered != self.entries[name].numel:
+            if covered != entry.numel or not found:
                 raise ConfigError(
-                    f"{name}: {covered} of {self.entries[name].numel} elements have digests; give the files "
+                    f"{name}: {covered} of {entry.numel} elements have digests; give the files "
                     "of all ranks of one engine"
                 )
             self._digests[name] = sum(found.values()) % MODULUS

@@ -93,9 +93,11 @@ def read_preset(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """
     try:
         data = _read(path.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{path}: {error}. Remedy: name a YAML file such as a preset") from error
-    if not isinstance(data, dict) or not all(isinstance(section, dict) for section in data.values()):
+    if not isinstance(data, dict) or not all(
+        isinstance(name, str) and isinstance(section, dict) for name, section in data.items()
+    ):
         raise ConfigError(f"{path}: it holds no sections. Remedy: write them as in a preset")
     for override in overrides:
         _override(data, override)
@@ -124,4 +126,7 @@ def _override(data: dict[str, Any], override: str) -> None:
 
 
 def _read(text: str) -> Any:
-    return yaml.load(text, _Loader)  # noqa: S506 - derived from the safe loader
+    try:
+        return yaml.load(text, _Loader)  # noqa: S506 - derived from the safe loader
+    except (ValueError, KeyError, AttributeError, RecursionError) as error:  # of a tag or a date that lies
+        raise yaml.YAMLError(f"{type(error).__name__}: {error}") from error

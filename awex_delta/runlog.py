@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -26,7 +26,12 @@ from awex_delta.verdict import Reason
 FORMAT = 1
 """Version of the format, in every header. A reader ignores fields that it does not know."""
 
-Plain = float | int | str | bool | None
+# What no training writes is refused as it is read, and not where it is drawn.
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+Seconds = Annotated[float, Field(ge=0, lt=1e9)]
+Time = Annotated[float, Field(ge=0, lt=2**37)]
+Whole = Annotated[int, Field(gt=-(2**63), lt=2**63)]
+Plain = float | Whole | str | bool | None
 _PACKAGES = ("torch", "megatron-core", "awex", "transformers")
 
 
@@ -37,10 +42,10 @@ class _Line(BaseModel):
 class Part(_Line):
     """Changes of one kind of tensor in one layer, as `PartCount` counts them."""
 
-    layer: int | None
+    layer: Count | None
     kind: str
-    changed: int
-    owned: int
+    changed: Count
+    owned: Count
 
 
 class RunHeader(_Line):
@@ -48,10 +53,10 @@ class RunHeader(_Line):
 
     type: Literal["run"] = "run"
     format: int = FORMAT
-    started: float
+    started: Time
     """Seconds since 1970, as `time` below."""
     rank: int = 0
-    num_ranks: int = 1
+    num_ranks: Annotated[int, Field(ge=1, le=1 << 16)] = 1
     model: str = ""
     topology: dict[str, str] = Field(default_factory=dict)
     """Any words on the layout of both sides, such as `trainer: megatron:d2t2`."""
@@ -63,8 +68,8 @@ class UpdateLine(_Line):
     """One attempt to update. The counts and bytes are those of `UpdateStats`."""
 
     type: Literal["update"] = "update"
-    time: float
-    version: int
+    time: Time
+    version: Whole
     kind: Literal["full", "delta", "aborted"]
     reason: str = Reason.NONE.name
     """Name of the `Reason`; of an aborted update the name of the exception."""
@@ -73,16 +78,16 @@ class UpdateLine(_Line):
     detail: str = ""
     seats: tuple[int, ...] = ()
     """Transfer ranks that gave the reason."""
-    wire_bytes: int = 0
-    num_elements: int = 0
-    num_changed: int = 0
-    num_owned: int = 0
-    total_wire_bytes: int = 0
-    total_changed: int = 0
-    total_owned: int = 0
-    full_bytes: int = 0
+    wire_bytes: Count = 0
+    num_elements: Count = 0
+    num_changed: Count = 0
+    num_owned: Count = 0
+    total_wire_bytes: Count = 0
+    total_changed: Count = 0
+    total_owned: Count = 0
+    full_bytes: Count = 0
     verified: str = "off"
-    seconds: dict[str, float] = Field(default_factory=dict)
+    seconds: dict[str, Seconds] = Field(default_factory=dict)
     changed_by: tuple[Part, ...] = ()
     digests: dict[str, str] = Field(default_factory=dict)
     extra: dict[str, Plain] = Field(default_factory=dict)

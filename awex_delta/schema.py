@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import difflib
+import reprlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -19,6 +20,11 @@ DeltaMethod = Literal["adamw", "snapshot"]
 Transport = Literal["p2p", "disk"]
 DiskKind = Literal["delta", "full"]
 DeltaEncoding = Literal["indices", "gaps", "ulp", "ulp_zstd", "ulp_context", "auto"]
+
+# Of a refused value: YAML makes one of a hundred bytes that takes days to write out.
+_SHOWN = reprlib.Repr()
+_SHOWN.maxlevel = 3
+_SHOWN.maxstring = _SHOWN.maxother = _SHOWN.maxlong = 1000
 
 _STRICT = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
 
@@ -210,7 +216,7 @@ def _explain(model: type[BaseModel], error: ValidationError) -> str:
         if item["type"] == "missing":
             lines.append(f"{field} is missing. Remedy: {remedy}")
         else:
-            lines.append(f"{field} = {item['input']!r}: {item['msg']}. Remedy: {remedy}")
+            lines.append(f"{field} = {_SHOWN.repr(item['input'])}: {item['msg']}. Remedy: {remedy}")
     return f"{model.__name__} is refused\n" + "\n".join(lines)
 
 

@@ -122,10 +122,19 @@ class Targets:
                 raise ConfigError(
                     f"target {name!r}: {field}={mine:g} s is longer than the {longest:g} s of all targets"
                 )
+        fork: SharedTrainerView | None = None
         if view is None:
-            view = self._forks[name] = self._view.fork()
-        self._senders[name] = Sender(view, rendezvous, self._rank, settings, device=self._device)
-        return self._senders[name]
+            view = fork = self._view.fork()
+        try:
+            sender = Sender(view, rendezvous, self._rank, settings, device=self._device)
+        except ConfigError:
+            if fork is not None:
+                fork.detach()  # nobody else would, and it records every step
+            raise
+        if fork is not None:
+            self._forks[name] = fork
+        self._senders[name] = sender
+        return sender
 
     def remove(self, name: str) -> None:
         """Leave a group of engines, which keep what they hold. On every trainer rank. Collective: no."""

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from awex_delta.errors import AwexDeltaError
@@ -67,10 +68,10 @@ def _show(found: Survey) -> None:
         "version", "kind", "base", "state", "reachable", "bytes", "density", "tensors", "run", "encoding"
     )
     for state in found.versions:
-        table.add_row(*_row(state))
+        table.add_row(*map(escape, _row(state)))
     console.print(table)
     for problem in found.problems:
-        console.print(problem, style="red", highlight=False)
+        console.print(problem, style="red", highlight=False, markup=False)
     console.print(f"newest version {found.newest}, newest that an engine can reach {found.reachable}")
 
 

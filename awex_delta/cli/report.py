@@ -30,6 +30,11 @@ def report(
     """
     check_output("--output", output)
     check_output("--json", json_path)
+    for option, path in (("--output", output), ("--json", json_path)):
+        if path is not None and path.exists() and run.exists() and path.samefile(run):
+            raise typer.BadParameter(
+                f"{str(path)!r} is the run itself. Give another file.", param_hint=option
+            )
     try:
         page = importlib.import_module("awex_delta.report.page")
     except ModuleNotFoundError as error:

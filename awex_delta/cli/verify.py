@@ -117,7 +117,7 @@ def _ask(url: str, token: str | None) -> bytes:
 
 
 def _compare(compare: Any, left: Any, right: Any, console: Console) -> list[Any]:
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeRemainingColumn())
     total = sum(entry.numel for entry in left.entries.values())
     results = []
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:

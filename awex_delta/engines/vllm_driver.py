@@ -164,18 +164,29 @@ class HttpControl:
     def _call(self, method: str, route: str, **body: Any) -> dict[str, Any]:
         url = f"{self._url}/{route}"
         try:
-            answer = requests.request(
-                method, url, headers=self._headers, timeout=self._timeout_seconds, **body
-            )
+            # No proxy, no .netrc, no redirect: the key goes to the URL that was given, as it was given.
+            with requests.Session() as session:
+                session.trust_env = False
+                answer = session.request(
+                    method,
+                    url,
+                    headers=self._headers,
+                    timeout=self._timeout_seconds,
+                    allow_redirects=False,
+                    **body,
+                )
         except requests.RequestException as error:
             raise UpdateError(f"vLLM at {self._url} does not answer to {route}: {error}") from error
-        if not answer.ok:
+        if answer.status_code != requests.codes.ok:
             raise UpdateError(
                 f"vLLM at {self._url} refused {route}: {answer.status_code} {answer.text[:400]} "
                 f"(404: start the server with VLLM_SERVER_DEV_MODE=1; 500: its log says why)"
             )
-        parsed: dict[str, Any] = answer.json()
-        return parsed
+        try:
+            parsed = answer.json()
+        except requests.JSONDecodeError as error:
+            raise UpdateError(f"vLLM at {self._url} answers to {route} with what is no JSON") from error
+        return parsed if isinstance(parsed, dict) else {}
 
 
 class VllmDriver:

@@ -145,13 +145,15 @@ def side_router(side: Side, *, token: str | None, prefix: str = "", tags: Sequen
         return await to_its_end(host.disconnect(call))
 
     if side.role == "engine":
-
-        @closed.get("/digests", responses={501: {"model": Problem}})
-        async def digests() -> DigestFile:
-            """Digests of the live weights, for `awex-delta verify`. Nothing is updated meanwhile."""
-            return await host.digests()
-
+        _serve_digests(closed, host)
     router.include_router(closed)
     outer = APIRouter(prefix=prefix)
     outer.include_router(router)
     return outer
+
+
+def _serve_digests(router: APIRouter, host: SideHost) -> None:
+    @router.get("/digests", responses={501: {"model": Problem}})
+    async def digests() -> DigestFile:
+        """Digests of the live weights, for `awex-delta verify`. Nothing is updated meanwhile."""
+        return await to_its_end(host.digests())

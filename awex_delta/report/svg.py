@@ -100,7 +100,7 @@ class Canvas:
 def _adopt(text: str, name: str, alt: str) -> str:
     """A file's SVG as part of a page."""
     text = text[text.index("<svg") :].strip()
-    text = re.sub(r"#01[0-9a-f]{4}", lambda match: f"var(--{_VARIABLES[match[0]]})", text)
+    text = re.sub("|".join(_VARIABLES), lambda match: f"var(--{_VARIABLES[match[0]]})", text)
     text = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", text)
     text = re.sub(r"font: ([\d.]+px) [^;\"]+", r"font-size: \1", text)
     box = re.search(r'viewBox="[^"]+"', text)

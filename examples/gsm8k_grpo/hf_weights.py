@@ -55,6 +55,12 @@ def checkpoint_weights(path: str) -> Weights:
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         files: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        outside = sorted(name for name in set(files.values()) if name == ".." or Path(name).name != name)
+        if outside:
+            raise ConfigError(
+                f"model.path = {path!r}: its index names {outside[0]!r}, outside of the folder. Remedy: name "
+                "an HF checkpoint that you trust"
+            )
     elif (folder / "model.safetensors").is_file():
         with safe_open(folder / "model.safetensors", "pt") as file:
             files = dict.fromkeys(file.keys(), "model.safetensors")

@@ -119,6 +119,12 @@ class Run:
         short = [len(one) <= settings.grpo.max_prompt_tokens for one in prompts]
         self.problems = [one for one, fits in zip(problems, short, strict=True) if fits]
         self.prompts = [one for one, fits in zip(prompts, short, strict=True) if fits]
+        wanted = max(settings.grpo.prompts, settings.warmup.batch_size if settings.warmup.steps else 0)
+        if len(self.problems) < wanted:
+            raise ConfigError(
+                f"grpo.prompts or warmup.batch_size asks for {wanted} problems, and {len(self.problems)} are "
+                "left by data.limit and grpo.max_prompt_tokens. Remedy: ask for fewer, or leave more"
+            )
 
     def choose(self, count: int, *, draw: str) -> list[int]:
         """Some problems, the same on every rank."""

@@ -1,4 +1,4 @@
-"""Gateways and clients that die, answers that get lost, requests that cross: nothing is left half done."""
+"""Gateways and clients that die, answers that get lost, and requests that cross: nothing stays half done."""
 
 from __future__ import annotations
 
@@ -113,7 +113,8 @@ def losing(app: Any, path: str) -> Callable[..., Any]:
 
     async def wrapped(scope: Any, receive: Any, send: Any) -> None:
         if scope["path"] != path or lost:
-            return await app(scope, receive, send)
+            await app(scope, receive, send)
+            return
         lost.append(path)
 
         async def swallow(_: Any) -> None:
@@ -139,7 +140,7 @@ def test_a_side_whose_caller_went_away_while_it_connected_knows_that_it_is_conne
                     calls.append(task)
                 return await asyncio.shield(task)
 
-            w.hosts.handle_async_request = cancelled  # type: ignore[method-assign]
+            w.hosts.handle_async_request = cancelled  # type: ignore[method-assign,assignment]
             gone = asyncio.ensure_future(w.connect("a", ["t"], ["e"]))
             while len(calls) < 2:
                 await asyncio.sleep(0.005)

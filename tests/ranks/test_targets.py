@@ -312,3 +312,23 @@ def test_wrong_arguments_name_what_is_wrong() -> None:
     with pytest.raises(ConfigError, match="version=-1"):
         targets.update_weights({A: -1})
     assert list(targets) == [A]
+
+
+def test_a_target_that_was_refused_leaves_no_record_of_steps_behind() -> None:
+    trainer = TorchAdamWTrainer.create(SHAPES, lr=1e-5, settings=SETTINGS)
+    forks: list[TorchAdamWTrainer] = []
+    fork = trainer.fork
+
+    def counted() -> TorchAdamWTrainer:
+        forks.append(fork())
+        return forks[-1]
+
+    trainer.fork = counted  # type: ignore[method-assign]
+    hooks: Any = trainer._optimizer._optimizer_step_post_hooks
+    before = len(hooks)
+    meeting = Rendezvous(num_engine_ranks=0, num_trainer_ranks=1, name="trainers", store=HashStore())
+    targets = Targets(trainer, trainers=meeting, trainer_rank=0, settings=SETTINGS)
+    engineless = Rendezvous(num_engine_ranks=0, num_trainer_ranks=1, store=HashStore())
+    with pytest.raises(ConfigError):
+        targets.add("nobody", engineless)
+    assert (len(forks), len(hooks), list(targets)) == (1, before, [])

@@ -65,13 +65,13 @@ def client_of(handler: Callable[[httpx.Request], httpx.Response]) -> TestClient:
     return TestClient(app, raise_server_exceptions=False, headers=HEADERS)
 
 
-def connect(client: TestClient, engine: str = "http://e:1", **train: Any) -> httpx.Response:
+def connect(client: TestClient, engine: str = "http://e:1", **train: Any) -> Any:
     config = {"train": {**ON, **train}, "rollout": {"backend": "vllm:d1"}}
     body = {"pair": "a", "trainers": ["http://t:1"], "engines": [engine], "config": config}
     return client.post("/connect", json=body)
 
 
-def update(client: TestClient, version: int) -> httpx.Response:
+def update(client: TestClient, version: int) -> Any:
     return client.post("/update_weights", json={"pair": "a", "version": version})
 
 

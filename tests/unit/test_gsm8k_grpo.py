@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
@@ -10,11 +11,12 @@ import torch
 
 from awex_delta import ConfigError, resolve
 from examples.gsm8k_grpo import make_problems
+from examples.gsm8k_grpo.hf_weights import checkpoint_weights
 from examples.gsm8k_grpo.policy import Batch
 from examples.gsm8k_grpo.problems import Problem, WordTokenizer, final_answer, load_problems, reward
 from examples.gsm8k_grpo.rollouts import Request, Rollouts, Tokens
 from examples.gsm8k_grpo.settings import load_settings
-from examples.gsm8k_grpo.train import advantages, grpo_loss, make_batch
+from examples.gsm8k_grpo.train import Run, advantages, grpo_loss, make_batch
 
 
 @pytest.mark.parametrize(
@@ -211,3 +213,20 @@ def test_a_missing_preset_and_an_unknown_section_are_refused(tmp_path: Path) -> 
     path.write_text("actors: {}\n")
     with pytest.raises(ConfigError, match="unknown sections actors"):
         load_settings(str(path))
+
+
+@pytest.mark.parametrize("place", ["../outside.safetensors", "/outside.safetensors", "a/b.safetensors", ".."])
+def test_an_index_names_no_file_outside_of_its_checkpoint(place: str, tmp_path: Path) -> None:
+    index = {"weight_map": {"model.norm.weight": place}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ConfigError, match="outside of the folder"):
+        checkpoint_weights(str(tmp_path))
+
+
+@pytest.mark.parametrize("change", ["data.limit=3", "grpo.max_prompt_tokens=1"])
+def test_too_few_problems_are_refused_before_anything_is_sampled(change: str) -> None:
+    settings = load_settings("tiny_cpu", [change])
+    problems = load_problems(settings.data.source)
+    tokenizer = WordTokenizer(problems, settings.model.vocab_size)
+    with pytest.raises(ConfigError, match="Remedy: ask for fewer"):
+        Run(settings, None, problems, tokenizer)  # type: ignore[arg-type] # no policy is asked

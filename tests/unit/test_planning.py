@@ -206,3 +206,53 @@ def test_every_field_of_the_large_preset_is_commented_and_every_preset_plans(pat
         is_field = ":" in line and not line.startswith("#") and not line.strip().endswith(":")
         assert not is_field or "#" in line, line
     assert yaml.safe_load(path.read_text())["actor"]["ppo_n_minibatches"] == 1
+
+
+HOSTILE_VALUES = [
+    "!!python/object/apply:os.system [id]",
+    "!!int abc",
+    "!!bool x",
+    "!!timestamp x",
+    "2021-13-45",
+    "[" * 3000,
+    "9" * 5000,
+    "&a [*a]",
+    "&a {x: *a}",
+    "*unknown",
+]
+
+
+@pytest.mark.parametrize("value", HOSTILE_VALUES, ids=lambda value: value[:20])
+def test_hostile_overrides_are_refused_with_exit_code_2(value: str) -> None:
+    result = CliRunner().invoke(app, ["plan", str(PRESETS / "tiny_cpu.yaml"), f"actor.backend={value}"])
+    assert (result.exit_code, result.exception.__class__) == (2, SystemExit)
+    assert "backend" in result.output
+
+
+def laughs() -> bytes:
+    """Lists of lists, of which the last one has 9 ** 12 elements."""
+    lines = [f"  k{n}: &k{n} [{', '.join([f'*k{n - 1}' if n else '1'] * 9)}]\n" for n in range(12)]
+    return f"actor:\n{''.join(lines)}rollout: {{}}\nmodel: {{}}\n".encode()
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"\xff\xfe\x00",
+        b"[" * 5000,
+        b"1: {a: 2}\nactor: {}\nrollout: {}\nmodel: {}\n",
+        b"? \n: {}\n",
+        b"actor: &a {b: *a}\nrollout: {}\nmodel: {}\n",
+        b"!!python/object/new:os.system [id]",
+        b"actor: {backend: 2021-13-45}\nrollout: {}\nmodel: {}\n",
+        laughs(),
+    ],
+    ids=lambda text: str(text[:20]),
+)
+def test_hostile_presets_are_refused_with_exit_code_2(text: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "preset.yaml"
+    path.write_bytes(text)
+    result = CliRunner().invoke(app, ["plan", str(path)])
+    assert (result.exit_code, result.exception.__class__) == (2, SystemExit), result.output[:500]
+    assert len(result.output) < 50_000

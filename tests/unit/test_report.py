@@ -157,3 +157,46 @@ def test_the_command_refuses_before_it_draws(tmp_path: Path, monkeypatch: pytest
         monkeypatch.delitem(sys.modules, name)
     result = CliRunner().invoke(app, ["report", run, "-o", str(tmp_path / "new.html")])
     assert (result.exit_code, "awex-delta[report]" in result.output) == (2, True)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"type": "run", "started": NaN}',
+        '{"type": "run", "started": 1e300}',
+        '{"type": "run", "started": 0, "num_ranks": 1000000000000}',
+        '{"type": "update", "time": 0, "version": 1, "kind": "delta", "total_wire_bytes": 1'
+        + "0" * 400
+        + "}",
+        '{"type": "update", "time": 0, "version": 1, "kind": "delta", "total_changed": -5}',
+        '{"type": "update", "time": 0, "version": 1, "kind": "delta", "seconds": {"encode": NaN}}',
+        '{"type": "update", "time": 0, "version": 1, "kind": "delta", "seconds": {"encode": 1e999}}',
+        "[" * 100_000,
+    ],
+    ids=lambda text: text[:80],
+)
+def test_numbers_that_no_training_writes_are_refused_by_their_line(text: str, tmp_path: Path) -> None:
+    run = tmp_path / "RUN.jsonl"
+    run.write_text(f"{HEADER.model_dump_json()}\n{text}\n{line(2).model_dump_json()}\n")
+    result = CliRunner().invoke(app, ["report", str(run), "-o", str(tmp_path / "report.html")])
+    assert (result.exit_code, "line 2" in result.output) == (2, True)
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_a_kind_that_looks_like_a_colour_is_drawn_as_text() -> None:
+    part = {"layer": 0, "kind": "#01ffff", "changed": 5, "owned": 100}
+    page = page_of(line(1, total_changed=5, total_owned=100, changed_by=[part]))
+    assert "<code>#01ffff</code>" in page
+
+
+@pytest.mark.parametrize("option", ["--output", "--json"])
+def test_the_run_is_never_written_over(option: str, tmp_path: Path) -> None:
+    run = tmp_path / "RUN.jsonl"
+    RunLog(run)
+    before = run.read_bytes()
+    (tmp_path / "link").symlink_to(run)
+    for target in (run, tmp_path / "link"):
+        result = CliRunner().invoke(
+            app, ["report", str(run), "-o", str(tmp_path / "page"), option, str(target)]
+        )
+        assert (result.exit_code, run.read_bytes()) == (2, before)

@@ -209,3 +209,41 @@ def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
     (good / "model-1.safetensors").unlink()
     result = run(good, good)
     assert (result.exit_code, "copy model-1.safetensors again" in result.output) == (2, True)
+
+
+@pytest.mark.parametrize(
+    "index", ['{"weight_map": null}', '{"weight_map": ["x"]}', '{"weight_map": 3}', "[" * 100_000]
+)
+def test_a_hostile_index_is_refused_and_no_difference(index: str, tmp_path: Path) -> None:
+    good = save(tmp_path / "good", weights())
+    (good / "model.safetensors.index.json").write_text(index)
+    result = run(good, good)
+    assert (result.exit_code, "copy it again" in result.output) == (2, True)
+
+
+def test_an_index_opens_no_file_outside_of_its_folder(tmp_path: Path) -> None:
+    outside = save(tmp_path / "outside", {"secret": torch.ones(2)})
+    good = save(tmp_path / "good", weights())
+    for target in ("../outside/model-0.safetensors", str(outside / "model-0.safetensors")):
+        index = {"weight_map": {"secret": target}}
+        (good / "model.safetensors.index.json").write_text(json.dumps(index))
+        result = run(good, good)
+        assert (result.exit_code, "secret among them" in result.output) == (2, True)
+
+
+@pytest.mark.parametrize("shape", [[6], [], [0]], ids=str)
+def test_digests_without_parts_are_refused_and_no_difference(shape: list[int], tmp_path: Path) -> None:
+    checkpoint = save(tmp_path / "a", {NORM: torch.zeros(shape, dtype=torch.bfloat16)})
+    tensor = {"dtype": "bfloat16", "shape": shape, "parts": []}
+    path = tmp_path / "rank0.json"
+    path.write_text(json.dumps({"format": "awex-delta digests 1", "tensors": {NORM: tensor}}))
+    result = run(checkpoint, path)
+    assert (result.exit_code, "all ranks" in result.output) == (2, True)
+
+
+def test_a_file_may_be_called_as_an_address_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    engine = DictEngine({NORM: (6,)})
+    Path("http.json").write_text(json.dumps(digests_of(engine)))
+    checkpoint = save(tmp_path / "a", {NORM: torch.zeros(6, dtype=torch.bfloat16)})
+    assert run(checkpoint, "http.json").exit_code == 0

@@ -273,8 +273,10 @@ class Server:
                 route = self.path.partition("?")[0].strip("/")
                 status, answer = server.answers.get(route, (200, {}))
                 self.send_response(status)
+                if status == 302:
+                    self.send_header("Location", "/elsewhere")
                 self.end_headers()
-                self.wfile.write(json.dumps(answer).encode())
+                self.wfile.write(answer if isinstance(answer, bytes) else json.dumps(answer).encode())
 
             def log_message(self, *_: object) -> None:
                 pass
@@ -341,3 +343,29 @@ def test_a_refusing_or_absent_server_is_an_error_with_the_remedy(server: Server)
         VllmDriver(HttpControl(server.url)).update_weights(5)
     with pytest.raises(UpdateError, match="does not answer to pause"):
         VllmDriver(HttpControl("http://127.0.0.1:1", timeout_seconds=2)).update_weights(5)
+
+
+@pytest.mark.parametrize(
+    ("status", "answer", "says"),
+    [(200, b"<html>", "no JSON"), (200, b"", "no JSON"), (302, {}, "refused start_weight_update: 302")],
+)
+def test_garbage_and_redirects_are_errors_and_requests_stay_stopped(
+    server: Server, status: int, answer: object, says: str
+) -> None:
+    server.answers["start_weight_update"] = (status, answer)
+    with pytest.raises(UpdateError, match=says):
+        VllmDriver(HttpControl(server.url, api_key="secret")).update_weights(5)
+    assert [path.partition("?")[0] for path, _, _ in server.asked] == ["/pause", "/start_weight_update"]
+
+
+def test_a_list_where_an_object_belongs_is_no_success(server: Server) -> None:
+    server.answers["reset_prefix_cache"] = (200, ["success"])
+    with pytest.raises(UpdateError, match="did not drop its prefix cache"):
+        VllmDriver(HttpControl(server.url)).update_weights(5)
+
+
+def test_the_environment_does_not_turn_calls_aside(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    monkeypatch.delenv("no_proxy", raising=False)
+    VllmDriver(HttpControl(server.url, timeout_seconds=5)).update_weights(5)
