@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import cycle
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,9 @@ import torch
 from typer.testing import CliRunner
 
 from awex_delta.cli.main import app
+from awex_delta.wire.codec import RegionChange
 from awex_delta.wire.registry import CODECS
-from benchmarks.wire import STEP, entropy_bytes, simulated
+from benchmarks.wire import STEP, Update, entropy_bytes, measure, simulated
 
 FIELDS = {
     *("scenario", "encoding", "changed_share", "bytes_per_change", "entropy_bytes_per_change"),
@@ -60,3 +62,22 @@ def test_detection_finds_all_that_the_simulated_step_changed() -> None:
 def test_entropy_of_known_symbols() -> None:
     assert entropy_bytes(torch.arange(1024)) == pytest.approx(1280)
     assert entropy_bytes(torch.zeros(9)) == 0
+
+
+def test_rows_mean_what_they_are_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four changes in sixteen elements, each a gap of 3 and a step of 1; encoding takes 2 s, decoding 4."""
+    times = cycle([2.0, 4.0])
+    monkeypatch.setattr("benchmarks.wire.seconds", lambda _: next(times))
+    old = torch.full((16,), 1.0, dtype=torch.bfloat16)
+    index = torch.tensor([3, 7, 11, 15])
+    new = old.clone()
+    new.view(torch.int16)[index] += 1
+    change = RegionChange(numel=16, index=index, value=new[index], code=torch.ones(4, dtype=torch.int8))
+    rows = measure("by hand", Update(changes=[change], before=[old], after=[new]), repeats=3)
+    assert [row["encoding"] for row in rows] == [*CODECS, "xor_zstd"]
+    for row in rows:
+        assert (row["scenario"], row["changed_share"]) == ("by hand", 0.25)
+        assert (row["encode_changes_per_second"], row["decode_changes_per_second"]) == (2.0, 1.0)
+        assert row["entropy_bytes_per_change"] == 0  # all gaps and all steps are equal
+    # A header, one entry of the region table, four positions of 4 bytes and four values of 2.
+    assert rows[0]["bytes_per_change"] == (120 + 8 + 16 + 8) / 4
