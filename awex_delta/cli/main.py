@@ -74,7 +74,7 @@ def load(name: str) -> Any:
     # What Megatron says about packages that it would like is of no use to a command.
     warnings.filterwarnings("ignore", module=r"megatron\.")
     command = typer.main.get_command(importlib.import_module(f"awex_delta.cli.{name}").app)
-    for one in (command, *getattr(command, "commands", {}).values()):
+    for one in (command, *(command.commands.values() if isinstance(command, TyperGroup) else ())):
         one.help = _for_users(one.help or "")
     return command
 
