@@ -329,30 +329,6 @@ def free_port() -> int:
         return port
 
 
-@pytest.mark.timeout(120)
-def test_the_plain_loop_on_the_page_on_trainers() -> None:
-    store = host_store()
-    served, trained = run_ranks(_plain_loop, 2, store.port)
-    assert torch.equal(served, trained)
-
-
-def _plain_loop(me: Rank, port: int) -> torch.Tensor:
-    settings = DeltaSettings(timeout_seconds=60, connect_timeout_seconds=60)
-    meet = Rendezvous(num_engine_ranks=1, num_trainer_ranks=1, port=port)
-    model = _serving_model()
-    if me.rank == ENGINE:
-        receiver = attach_transformers(model, rendezvous=meet, engine_rank=0, settings=settings)
-        for version in range(1, NUM_STEPS + 1):
-            receiver.update_weights(version)
-    else:
-        tokens = torch.arange(32)[None]
-        names: dict[str, Any] = {"model": model, "rendezvous": meet, "settings": settings}
-        names |= {"num_steps": NUM_STEPS, "loss": lambda model: model(tokens, labels=tokens).loss}
-        python_blocks("docs/en/trainers.md")[-1].run(names)
-        assert names["view"].detect().reason is Reason.NONE
-    return _embedding_bits(model.get_input_embeddings().weight)
-
-
 class _RecordingEngine:
     """Stands for SGLang's `Engine`, which needs its kernels: it keeps what it was asked."""
 
