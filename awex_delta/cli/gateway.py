@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import json
 import logging
 from pathlib import Path
 from typing import Annotated
@@ -36,6 +37,9 @@ def gateway(
     update_seconds: Annotated[
         float, typer.Option(help="Longest wait for all sides in one update or connect.", min=1.0)
     ] = 3600.0,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Say in one line of JSON where it listens, before it does.")
+    ] = False,
 ) -> None:
     """Serve the control plane until it is interrupted. One process serves all pairs.
 
@@ -46,6 +50,7 @@ def gateway(
         allow_remote: listen beyond this machine.
         meeting_host, meeting_port: where ranks meet.
         update_seconds: longest wait for all sides.
+        as_json: print address and files as JSON; never the token.
 
     Raises:
         typer.Exit: with 2, where something is refused or missing; says what.
@@ -68,6 +73,10 @@ def gateway(
         raise _refuse(str(error)) from error
     import uvicorn
 
+    if as_json:
+        url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        where = {"url": url, "documentation": f"{url}/docs"}
+        typer.echo(json.dumps({**where, "token_file": token_file and str(token_file)}))
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     uvicorn.run(server, host=host, port=port, log_config=None, server_header=False, workers=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 from typing import Annotated
@@ -27,6 +28,7 @@ def pull(
         float, typer.Option(help="Seconds between two looks, with --follow.", min=0.01)
     ] = 5.0,
     workers: Annotated[int, typer.Option(help="Reads at once.", min=1)] = 4,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON for each pull.")] = False,
 ) -> None:
     """Bring a local HF checkpoint to the newest version of a folder, tensor by tensor, each one verified.
 
@@ -39,6 +41,7 @@ def pull(
         version: stop at this one.
         interval: seconds between two looks.
         workers: reads at once.
+        as_json: print what was done as JSON, and sentences on stderr only.
 
     Raises:
         typer.Exit: with 1 where no version can be reached, or the checkpoint cannot be written; with 2
@@ -47,8 +50,7 @@ def pull(
     console = Console(stderr=True)
     try:
         checkpoint = pulling.LocalCheckpoint(local_checkpoint, Folder(source), workers=workers)
-        if not (done := _pull(checkpoint, version, console)).links:
-            typer.echo(f"version {done.version}: nothing to do")
+        _report(_pull(checkpoint, version, console), as_json=as_json)
     except ConfigError as error:
         _say(console, error, "red")
         raise typer.Exit(2) from error
@@ -59,7 +61,9 @@ def pull(
     while follow:
         _pause(interval)
         try:
-            _pull(checkpoint, version, console)
+            done = _pull(checkpoint, version, console)
+            if done.links:
+                _report(done, as_json=as_json)
         except (AwexDeltaError, OSError) as error:
             _say(console, error, "red")
 
@@ -87,6 +91,14 @@ def _pull(checkpoint: pulling.LocalCheckpoint, version: int | None, console: Con
         )
     for problem in done.problems:
         _say(console, problem, "yellow")
-    if done.links:
-        typer.echo(f"version {done.version}: {len(done.links)} applied, {done.bytes_read} bytes read")
     return done
+
+
+def _report(done: pulling.Pulled, *, as_json: bool) -> None:
+    if as_json:
+        record = {"version": done.version, "applied": len(done.links), "bytes_read": done.bytes_read}
+        typer.echo(json.dumps({**record, "problems": [str(problem) for problem in done.problems]}))
+    elif done.links:
+        typer.echo(f"version {done.version}: {len(done.links)} applied, {done.bytes_read} bytes read")
+    else:
+        typer.echo(f"version {done.version}: nothing to do")

@@ -108,6 +108,8 @@ def test_transformers_loads_anchors_and_generates_the_same_after_replay(build: B
     checkpoint = tmp_path / "local"
     assert invoke("pull", str(tmp_path / "run"), str(checkpoint)).stdout.startswith("version 2: 3 applied")
     assert invoke("pull", str(tmp_path / "run"), str(checkpoint)).stdout == "version 2: nothing to do\n"
+    again = json.loads(invoke("pull", str(tmp_path / "run"), str(checkpoint), "--json").stdout)
+    assert again == {"version": 2, "applied": 0, "bytes_read": 0, "problems": []}
     assert generated(loaded(checkpoint)) == generated(model)
     with pytest.raises(ValueError, match=r"config\.json"):
         loaded(tmp_path / "run" / version_name(2))  # changes are not taken for weights

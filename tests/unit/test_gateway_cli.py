@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import json
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,17 @@ def test_a_token_file_is_made_and_its_token_never_shown(served: Served, tmp_path
     assert result.exit_code == 0
     assert path.read_text().strip() not in result.output
     assert (served.calls[0]["port"], served.calls[0]["host"]) == (8123, "::1")
+
+
+def test_where_it_listens_is_said_as_json(served: Served, tmp_path: Path) -> None:
+    path = tmp_path / "token"
+    result = CliRunner().invoke(app, ["--json", "--token-file", str(path), "--host", "::1"])
+    assert json.loads(result.stdout) == {
+        "url": "http://[::1]:8090",
+        "documentation": "http://[::1]:8090/docs",
+        "token_file": str(path),
+    }
+    assert len(served.calls) == 1
 
 
 def test_without_the_packages_of_the_extra_it_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
