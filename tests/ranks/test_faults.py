@@ -89,8 +89,8 @@ STOPS = [
     ("propose", ENGINE),
     ("encode", TRAINER),
     ("encode", ENGINE),
-    ("sizes", TRAINER),
-    ("sizes", ENGINE),
+    ("frames", TRAINER),
+    ("frames", ENGINE),
     ("send torch", TRAINER),
     ("send torch", ENGINE),
     ("stage", TRAINER),
@@ -467,7 +467,7 @@ def test_the_device_has_finished_before_a_version_is_said_to_be_complete(make: M
     engine.committed = lambda version: (seen.append("commit"), committed(version))[1]  # type: ignore[func-returns-value,method-assign]
     comm.gather = record  # type: ignore[method-assign]
     pairing.commit(2)
-    assert seen == ["propose", "encode", "sizes", "stage", "synchronize", "apply", "verify", "commit"]
+    assert seen == ["propose", "encode", "frames", "stage", "synchronize", "apply", "verify", "commit"]
     seen.clear()
     pairing.commit(9)
     assert seen == ["propose", "prepare", "synchronize", "apply", "verify", "commit"]
