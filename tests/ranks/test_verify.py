@@ -321,7 +321,8 @@ def test_a_digest_that_cannot_be_taken_is_a_failure_of_all(make: Make, seat: int
     pairing.faults[seat].fail("verify")
     outcome = pairing.update(version)
     assert [type(one) for one in outcome] == [UpdateAborted] * 5
-    cause = f"seat {seat}: InjectedFault: injected in phase 'verify'"
+    side = "engine" if seat < 3 else "trainer"  # ranks 0 to 2 and 0 to 1
+    cause = f"{side} rank {seat % 3}, seat {seat}: InjectedFault: injected in phase 'verify'"
     assert {str(one) for one in outcome} == {f"version {version} was given up in phase 'apply': {cause}"}
     assert [one.dirty for one in pairing.receivers] == [True] * 3
     assert pairing.commit(version)[0].verdict.kind is Kind.FULL

@@ -21,7 +21,13 @@ def test_without_vllm_the_numbers_are_null_and_the_reason_is_said(
 ) -> None:
     monkeypatch.setattr("benchmarks.live.find_spec", lambda _: None)
     fields = ("parameters", "changed_share", "bytes_per_change", "delta_over_full_bytes")
-    others = ("delta_over_full_seconds", "delta_seconds", "full_seconds", "training_collective_bytes")
+    others = (
+        "digest_over_detect",
+        "delta_over_full_seconds",
+        "delta_seconds",
+        "full_seconds",
+        "training_collective_bytes",
+    )
     summary: dict[str, Any] = {**dict.fromkeys((*fields, *others), 1.0), "identical": True}
     monkeypatch.setattr("benchmarks.sync._run_ranks", lambda *_: summary)
     path = tmp_path / "sync.json"
