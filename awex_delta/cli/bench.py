@@ -92,7 +92,6 @@ def sync(
             *fields,
             "delta_seconds",
             "full_seconds",
-            "digest_over_detect",
             "training_collective_bytes",
             "identical",
             *LIVE_FIELDS,

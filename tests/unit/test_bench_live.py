@@ -22,7 +22,6 @@ def test_without_vllm_the_numbers_are_null_and_the_reason_is_said(
     monkeypatch.setattr("benchmarks.live.find_spec", lambda _: None)
     fields = ("parameters", "changed_share", "bytes_per_change", "delta_over_full_bytes")
     others = (
-        "digest_over_detect",
         "delta_over_full_seconds",
         "delta_seconds",
         "full_seconds",
