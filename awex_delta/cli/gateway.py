@@ -74,12 +74,15 @@ def gateway(
     import uvicorn
 
     if as_json:
-        url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-        where = {"url": url, "documentation": f"{url}/docs"}
-        typer.echo(json.dumps({**where, "token_file": token_file and str(token_file)}))
+        typer.echo(json.dumps(_where(host, port, token_file)))
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     uvicorn.run(server, host=host, port=port, log_config=None, server_header=False, workers=1)
+
+
+def _where(host: str, port: int, token_file: Path | None) -> dict[str, str | None]:
+    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return {"url": url, "documentation": f"{url}/docs", "token_file": token_file and str(token_file)}
 
 
 def _refuse(text: str) -> typer.Exit:
