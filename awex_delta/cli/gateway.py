@@ -37,9 +37,7 @@ def gateway(
     update_seconds: Annotated[
         float, typer.Option(help="Longest wait for all sides in one update or connect.", min=1.0)
     ] = 3600.0,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Say in one line of JSON where it listens, before it does.")
-    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Say as JSON where it will listen.")] = False,
 ) -> None:
     """Serve the control plane until it is interrupted. One process serves all pairs.
 
@@ -82,7 +80,8 @@ def gateway(
 
 def _where(host: str, port: int, token_file: Path | None) -> dict[str, str | None]:
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-    return {"url": url, "documentation": f"{url}/docs", "token_file": token_file and str(token_file)}
+    token = None if token_file is None else str(token_file)
+    return {"url": url, "documentation": f"{url}/docs", "token_file": token}
 
 
 def _refuse(text: str) -> typer.Exit:
