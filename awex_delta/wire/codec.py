@@ -249,6 +249,16 @@ def _index_dtype(numels: Sequence[int]) -> torch.dtype:
     return torch.int32 if max(numels, default=0) <= INT32_LIMIT else torch.int64
 
 
+def check_counts(counts: Sequence[int], numels: Sequence[int]) -> None:
+    """Refuse more changes than a region has elements.
+
+    Raises:
+        CorruptFrameError: a region states more.
+    """
+    if any(count > numel for count, numel in zip(counts, numels, strict=True)):
+        raise CorruptFrameError("more elements changed in a region than it has")
+
+
 def padding(length: int) -> int:
     """Bytes to add so that what follows begins at a multiple of 8."""
     return -length % 8

@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 
 from awex_delta.errors import CorruptFrameError, WireError
 from awex_delta.numerics.ulp import UNSTATED
-from awex_delta.wire.codec import Context, RegionChange, as_bytes
+from awex_delta.wire.codec import Context, RegionChange, as_bytes, check_counts
 from awex_delta.wire.gaps import GapCodec
 from awex_delta.wire.steps import stated_steps, step_limits, step_streams
 from awex_delta.wire.streams import join_streams, split_streams
@@ -146,8 +146,7 @@ class ContextCodec:
         if dtype is not torch.bfloat16:
             return _PLAIN.decode(body, counts, numels, dtype)
         total = sum(counts)
-        if any(count > numel for count, numel in zip(counts, numels, strict=True)):
-            raise CorruptFrameError("more elements changed in a region than it has")
+        check_counts(counts, numels)
         if not total:
             return _PLAIN.decode(body, counts, numels, dtype)
         streams = _streams(body, total, sum(numels))

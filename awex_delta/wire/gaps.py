@@ -24,7 +24,7 @@ import torch
 
 from awex_delta.errors import CorruptFrameError
 from awex_delta.numerics.ulp import UNSTATED
-from awex_delta.wire.codec import Context, RegionChange, as_bytes, padding
+from awex_delta.wire.codec import Context, RegionChange, as_bytes, check_counts, padding
 from awex_delta.wire.steps import stated_steps, step_limits, step_streams
 from awex_delta.wire.streams import entropy_bytes, join_streams, split_streams
 
@@ -102,8 +102,7 @@ class GapCodec:
         """See `Codec.decode`."""
         del contexts
         total = sum(counts)
-        if any(count > numel for count, numel in zip(counts, numels, strict=True)):
-            raise CorruptFrameError("more elements changed in a region than it has")
+        check_counts(counts, numels)
         if not total:
             if body.numel():
                 raise CorruptFrameError(f"{body.numel()} bytes for no changed element")
