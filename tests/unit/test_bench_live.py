@@ -21,6 +21,7 @@ def test_without_vllm_the_numbers_are_null_and_the_reason_is_said(
 ) -> None:
     monkeypatch.setattr("benchmarks.live.find_spec", lambda _: None)
     fields = ("parameters", "changed_share", "bytes_per_change", "delta_over_full_bytes")
+    told: list[object] = []
     others = (
         "delta_over_full_seconds",
         "delta_seconds",
@@ -28,12 +29,20 @@ def test_without_vllm_the_numbers_are_null_and_the_reason_is_said(
         "training_collective_bytes",
     )
     summary: dict[str, Any] = {**dict.fromkeys((*fields, *others), 1.0), "identical": True}
-    monkeypatch.setattr("benchmarks.sync._run_ranks", lambda *_: summary)
+    summary["encoding"] = "ulp_zstd"
     path = tmp_path / "sync.json"
-    result = CliRunner().invoke(app, ["bench", "sync", "--json", str(path)])
+
+    def measure(*given: object) -> dict[str, Any]:
+        told.extend(given)
+        return summary
+
+    monkeypatch.setattr("benchmarks.sync._run_ranks", measure)
+    words = ["bench", "sync", "--lr", "3e-6", "--encoding", "ulp_zstd", "--json", str(path)]
+    result = CliRunner().invoke(app, words)
     assert result.exit_code == 0, result.output
     assert "vLLM is not installed: make vllm" in result.output
     record = json.loads(path.read_text())
+    assert told[2:4] == [3e-6, "ulp_zstd"]
     assert LIVE_FIELDS == live.KEYS
     assert {key: record[key] for key in live.KEYS} == dict.fromkeys(live.KEYS)
     assert record["live"]["reason"] == "vLLM is not installed: make vllm"

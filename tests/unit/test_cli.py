@@ -90,6 +90,9 @@ def test_benchmarks_refuse_before_anything_heavy_is_imported(
 ) -> None:
     monkeypatch.delitem(sys.modules, "benchmarks.sync", raising=False)
     assert "'2gbit' is none of loopback, 1gbit, 100mbit" in said(["bench", "sync", "--link", "2gbit"])
+    assert "choose one of auto, gaps, indices" in " ".join(
+        said(["bench", "sync", "--encoding", "zip"]).split()
+    )
     assert "cannot be written" in said(["bench", "sync", "--json", str(tmp_path / "absent" / "x.json")])
     assert "benchmarks.sync" not in sys.modules
     assert list(tmp_path.iterdir()) == []
