@@ -32,10 +32,10 @@ if TYPE_CHECKING:
         UpdateAborted,
         UpdateError,
     )
-    from awex_delta.history import read_run
     from awex_delta.receiver import Receiver
     from awex_delta.rendezvous import Rendezvous, host_store
-    from awex_delta.runlog import RunLog
+    from awex_delta.runlog.reader import read_run
+    from awex_delta.runlog.writer import RunLog
     from awex_delta.sender import Sender
     from awex_delta.targets import Targets, TargetsUpdate
     from awex_delta.trainers.ema import EmaShadow
@@ -55,10 +55,10 @@ _HOMES = {
         *("AwexDeltaError", "ConfigError", "ConnectError"),
         *("LockstepError", "PeerError", "UpdateAborted", "UpdateError"),
     ),
-    "history": ("read_run",),
+    "runlog.reader": ("read_run",),
     "receiver": ("Receiver",),
     "rendezvous": ("Rendezvous", "host_store"),
-    "runlog": ("RunLog",),
+    "runlog.writer": ("RunLog",),
     "sender": ("Sender",),
     "targets": ("Targets", "TargetsUpdate"),
     "transports.disk.reader": ("DiskReader",),

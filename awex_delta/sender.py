@@ -15,8 +15,8 @@ from awex_delta.plan.ledger import check_version
 from awex_delta.plan.regions import dense_volume
 from awex_delta.rendezvous import Rendezvous
 from awex_delta.routes import convert_all
+from awex_delta.runlog.tally import count_parts
 from awex_delta.session import Stopwatch
-from awex_delta.tally import count_parts
 from awex_delta.trainer_end import TrainerEnd
 from awex_delta.types import DeltaSettings, Detection, PartCount, TrainerView, UpdateStats
 from awex_delta.verdict import Kind, Reason

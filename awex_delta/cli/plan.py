@@ -15,8 +15,8 @@ from rich.table import Table
 
 from awex_delta.config import RolloutConfig, TrainEngineConfig
 from awex_delta.errors import ConfigError
-from awex_delta.planning import SHARES, Memory, RunPlan, plan_run
-from awex_delta.preset import ModelShape, read_preset
+from awex_delta.presets.files import ModelShape, read_preset
+from awex_delta.presets.forecast import SHARES, Memory, RunPlan, plan_run
 
 app = typer.Typer(add_completion=False)
 

@@ -42,7 +42,7 @@ def report(
             raise
         _refuse("the pictures need matplotlib: pip install 'awex-delta[report]'")
     try:
-        history = importlib.import_module("awex_delta.history").read_run(run)
+        history = importlib.import_module("awex_delta.runlog.reader").read_run(run)
     except ConfigError as error:
         _refuse(str(error))
     with Console(stderr=True).status(f"Drawing {len(history.updates)} updates"):

@@ -48,10 +48,10 @@ def verify(
     cannot be read.
     """
     check_output("--json", json_path)
-    compare = importlib.import_module("awex_delta.compare")
+    compare = importlib.import_module("awex_delta.compare.tensors")
     console = Console(stderr=True)
     try:
-        left = importlib.import_module("awex_delta.checkpoints").Checkpoint(trainer)
+        left = importlib.import_module("awex_delta.compare.checkpoints").Checkpoint(trainer)
         right = _open_engine(engine, token_file)
         results = _compare(compare, left, right, console)
     except ConfigError as error:
@@ -74,10 +74,10 @@ def _open_engine(engine: list[str], token_file: Path | None) -> Any:
             raise ConfigError(
                 f"ENGINE is {' '.join(engine)}: give one checkpoint, or one file of digests a rank"
             )
-        return importlib.import_module("awex_delta.checkpoints").Checkpoint(Path(engine[0]))
+        return importlib.import_module("awex_delta.compare.checkpoints").Checkpoint(Path(engine[0]))
     if len(digests) < len(engine):
         raise ConfigError(f"ENGINE is {' '.join(engine)}: give either a checkpoint or digests, not both")
-    module = importlib.import_module("awex_delta.engine_digests")
+    module = importlib.import_module("awex_delta.compare.engine_digests")
     token = None if token_file is None else _read_token(token_file)
     return module.DigestedState({ref: _read(ref, token) for ref in digests})
 

@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from awex_delta.compare.engine_digests import DigestFile, digests_of
 from awex_delta.config import resolve
-from awex_delta.engine_digests import DigestFile, digests_of
 from awex_delta.errors import AwexDeltaError, ConfigError
 from awex_delta.gateway.guard import Rejection
 from awex_delta.gateway.models import Problem

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from fastapi import APIRouter, FastAPI
 
-from awex_delta.engine_digests import DigestFile
+from awex_delta.compare.engine_digests import DigestFile
 from awex_delta.gateway.adapters import engine_side, trainer_side
 from awex_delta.gateway.guard import SHOWN_IN_THE_DOCUMENTATION, guarded, open_routes, problems
 from awex_delta.gateway.host import SideHost, to_its_end

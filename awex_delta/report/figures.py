@@ -14,7 +14,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormat
 from awex_delta.report import words
 from awex_delta.report.summary import parts_of, ratio_of, share_of
 from awex_delta.report.svg import ACCENT, GRID, HEATS, INK, MUTED, PHASES, SURFACE, WARN, Canvas, styled
-from awex_delta.runlog import UpdateLine
+from awex_delta.runlog.writer import UpdateLine
 
 _BARS_UP_TO = 60
 _PHASE_ORDER = ("detect", "propose", "prepare", "encode", "transfer", "stage", "apply")

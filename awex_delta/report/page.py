@@ -12,7 +12,6 @@ from importlib.resources import files
 from typing import Any
 
 from awex_delta._version import __version__
-from awex_delta.history import RunHistory
 from awex_delta.report import words
 from awex_delta.report.figures import Picture, pictures
 from awex_delta.report.summary import (
@@ -25,7 +24,8 @@ from awex_delta.report.summary import (
     summarize,
 )
 from awex_delta.report.svg import NUM_HEATS
-from awex_delta.runlog import UpdateLine
+from awex_delta.runlog.reader import RunHistory
+from awex_delta.runlog.writer import UpdateLine
 
 # A browser fetches and runs nothing for this page, even if something in it asked for it.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from awex_delta.runlog import UpdateLine
+from awex_delta.runlog.writer import UpdateLine
 from awex_delta.verdict import Reason
 
 EXPECTED = frozenset(reason.name for reason in (Reason.ANCHOR_DUE, Reason.FIRST_SYNC, Reason.DELTA_DISABLED))

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from pydantic import Field
 
 from awex_delta import ConfigError, RolloutConfig, TrainEngineConfig
-from awex_delta.preset import ModelShape, read_preset
+from awex_delta.presets.files import ModelShape, read_preset
 from awex_delta.schema import Section
 
 FOLDER = Path(__file__).parent

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from awex_delta.history import read_run
-from awex_delta.runlog import UpdateLine
+from awex_delta.runlog.reader import read_run
+from awex_delta.runlog.writer import UpdateLine
 
 ROOT = Path(__file__).parents[2]
 SMALL = (

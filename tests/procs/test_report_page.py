@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from awex_delta.cli.main import app
-from awex_delta.runlog import RunLog
+from awex_delta.runlog.writer import RunLog
 from awex_delta.testing.browser import Browser, find_browser
 from awex_delta.types import DeltaSettings, PartCount, UpdateStats
 from awex_delta.verdict import Kind, Reason, Verdict

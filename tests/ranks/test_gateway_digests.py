@@ -17,8 +17,8 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from awex_delta.cli.main import app
+from awex_delta.compare.engine_digests import DigestedState
 from awex_delta.digest import digest
-from awex_delta.engine_digests import DigestedState
 from awex_delta.engines.vllm_driver import HttpControl, VllmDriver
 from awex_delta.gateway import engine_router, trainer_router
 from awex_delta.testing.dict_engine import DictEngine

@@ -17,8 +17,8 @@ from awex_delta.allocation import parse_allocation
 from awex_delta.cli.main import app
 from awex_delta.cli.plan import as_data, plan_preset
 from awex_delta.errors import ConfigError
-from awex_delta.planning import SHARES, bytes_per_change, count_parameters, plan_run
-from awex_delta.preset import ModelShape, read_preset
+from awex_delta.presets.files import ModelShape, read_preset
+from awex_delta.presets.forecast import SHARES, bytes_per_change, count_parameters, plan_run
 from awex_delta.schema import RolloutConfig, TrainEngineConfig
 from awex_delta.wire.codec import RegionChange
 from awex_delta.wire.registry import CODECS

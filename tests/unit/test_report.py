@@ -11,11 +11,11 @@ import pytest
 from typer.testing import CliRunner
 
 from awex_delta.cli.main import app
-from awex_delta.history import RunHistory, read_run
 from awex_delta.report import words
 from awex_delta.report.page import render
 from awex_delta.report.summary import causes, summarize
-from awex_delta.runlog import RunHeader, RunLog, UpdateLine
+from awex_delta.runlog.reader import RunHistory, read_run
+from awex_delta.runlog.writer import RunHeader, RunLog, UpdateLine
 from awex_delta.types import PartCount, UpdateStats
 from awex_delta.verdict import Kind, Reason, Verdict
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from awex_delta.errors import ConfigError
-from awex_delta.history import read_run
-from awex_delta.runlog import RunLog, UpdateLine, rank_path
-from awex_delta.tally import place_of
+from awex_delta.runlog.reader import read_run
+from awex_delta.runlog.tally import place_of
+from awex_delta.runlog.writer import RunLog, UpdateLine, rank_path
 from awex_delta.types import DeltaSettings, PartCount, UpdateStats
 from awex_delta.verdict import Kind, Reason, Verdict
 

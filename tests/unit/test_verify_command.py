@@ -14,12 +14,12 @@ import torch
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
-from awex_delta import checkpoints
-from awex_delta.checkpoints import Checkpoint
 from awex_delta.cli.main import app
-from awex_delta.compare import Outcome, compare
+from awex_delta.compare import checkpoints
+from awex_delta.compare.checkpoints import Checkpoint
+from awex_delta.compare.engine_digests import DigestedState, digests_of
+from awex_delta.compare.tensors import Outcome, compare
 from awex_delta.digest import digest
-from awex_delta.engine_digests import DigestedState, digests_of
 from awex_delta.errors import ConfigError
 from awex_delta.testing.dict_engine import DictEngine
 

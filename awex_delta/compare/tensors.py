@@ -8,8 +8,8 @@ from enum import StrEnum
 
 import torch
 
-from awex_delta.checkpoints import Checkpoint, Entry
-from awex_delta.engine_digests import DigestedState
+from awex_delta.compare.checkpoints import Checkpoint, Entry
+from awex_delta.compare.engine_digests import DigestedState
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

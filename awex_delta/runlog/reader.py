@@ -11,7 +11,7 @@ from typing import Annotated
 from pydantic import Field, TypeAdapter, ValidationError
 
 from awex_delta.errors import ConfigError
-from awex_delta.runlog import Part, RunHeader, UpdateLine, rank_path
+from awex_delta.runlog.writer import Part, RunHeader, UpdateLine, rank_path
 
 _LINE: TypeAdapter[RunHeader | UpdateLine] = TypeAdapter(
     Annotated[RunHeader | UpdateLine, Field(discriminator="type")]

@@ -14,7 +14,7 @@ from awex_delta.allocation import Parallelism
 from awex_delta.config import ResolvedDelta, Topology, resolve
 from awex_delta.environment import worker_environment
 from awex_delta.errors import ConfigError
-from awex_delta.preset import ModelShape
+from awex_delta.presets.files import ModelShape
 from awex_delta.schema import RolloutConfig, TrainEngineConfig
 from awex_delta.types import DeltaSettings
 

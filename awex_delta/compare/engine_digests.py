@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from awex_delta.checkpoints import Entry
+from awex_delta.compare.checkpoints import Entry
 from awex_delta.digest import MODULUS, as_unsigned, salt_of, sum_at
 from awex_delta.errors import ConfigError
 from awex_delta.types import EngineView

@@ -1,0 +1,1 @@
+"""Configuration files of a whole run, and what such a run will need."""

@@ -1,0 +1,1 @@
+"""RUN.jsonl: what every update of a training did, one line each."""
