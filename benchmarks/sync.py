@@ -1,6 +1,6 @@
 """A delta against AWEX's full sync, in one run: two Megatron trainer ranks, two tensor-parallel engine ranks.
 
-    python -m benchmarks.sync --json sync.json [--link 1gbit]
+    python -m benchmarks.sync [--link 1gbit] > sync.json
 
 Deltas and full syncs alternate, after one warm-up of each. The time of an update is that of its slowest
 rank, from a barrier of all ranks to its return. No digests are taken, as AWEX takes none: `bench detect` has
@@ -281,17 +281,13 @@ def main() -> None:
     """Command line: a whole run, or (`--job`) one rank of it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--job", help=argparse.SUPPRESS)
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--link", choices=[LOOPBACK, *SPEEDS], default=LOOPBACK)
     parser.add_argument("--repeats", type=int, default=3)
     given = parser.parse_args()
     if given.job:
         _work(Job(**json.loads(given.job)))
         return
-    text = json.dumps(run(link=given.link, repeats=given.repeats), indent=2)
-    print(text)
-    if given.json:
-        given.json.write_text(text)
+    print(json.dumps(run(link=given.link, repeats=given.repeats), indent=2))
 
 
 if __name__ == "__main__":

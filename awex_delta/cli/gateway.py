@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ipaddress
-import json
 import logging
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from awex_delta.cli.output import JsonOption, print_json, stdout_kept
 from awex_delta.errors import ConfigError
 
 app = typer.Typer(add_completion=False)
@@ -37,9 +37,11 @@ def gateway(
     update_seconds: Annotated[
         float, typer.Option(help="Longest wait for all sides in one update or connect.", min=1.0)
     ] = 3600.0,
-    as_json: Annotated[bool, typer.Option("--json", help="Say as JSON where it will listen.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Serve the control plane until it is interrupted. One process serves all pairs.
+
+    The JSON is one line that says where it will listen.
 
     Args:
         host, port: where to listen.
@@ -72,10 +74,11 @@ def gateway(
     import uvicorn
 
     if as_json:
-        typer.echo(json.dumps(_where(host, port, token_file)))
+        print_json(_where(host, port, token_file), indent=None)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    uvicorn.run(server, host=host, port=port, log_config=None, server_header=False, workers=1)
+    with stdout_kept(as_json):
+        uvicorn.run(server, host=host, port=port, log_config=None, server_header=False, workers=1)
 
 
 def _where(host: str, port: int, token_file: Path | None) -> dict[str, str | None]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,9 +15,7 @@ from benchmarks import live
 from benchmarks.temporaries import LargestNew
 
 
-def test_without_vllm_the_numbers_are_null_and_the_reason_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_vllm_the_numbers_are_null_and_the_reason_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benchmarks.live.find_spec", lambda _: None)
     fields = ("parameters", "changed_share", "bytes_per_change", "delta_over_full_bytes")
     others = (
@@ -29,11 +26,10 @@ def test_without_vllm_the_numbers_are_null_and_the_reason_is_said(
     )
     summary: dict[str, Any] = {**dict.fromkeys((*fields, *others), 1.0), "identical": True}
     monkeypatch.setattr("benchmarks.sync._run_ranks", lambda *_: summary)
-    path = tmp_path / "sync.json"
-    result = CliRunner().invoke(app, ["bench", "sync", "--json", str(path)])
+    result = CliRunner().invoke(app, ["bench", "sync", "--json"])
     assert result.exit_code == 0, result.output
-    assert "vLLM is not installed: make vllm" in result.output
-    record = json.loads(path.read_text())
+    assert "vLLM is not installed: make vllm" in result.stderr
+    record = json.loads(result.stdout)
     assert LIVE_FIELDS == live.KEYS
     assert {key: record[key] for key in live.KEYS} == dict.fromkeys(live.KEYS)
     assert record["live"]["reason"] == "vLLM is not installed: make vllm"

@@ -99,7 +99,7 @@ def test_missing_extra_other_dtype_and_other_shape(tmp_path: Path) -> None:
         NORM: Outcome.MISSING,
         "model.extra": Outcome.EXTRA,
     }
-    record = json.loads(run(a, b, "--json", "-").stdout)
+    record = json.loads(run(a, b, "--json").stdout)
     assert (record["same"], record["counts"]["missing"]) == (False, 1)
     details = {tensor["name"]: tensor["detail"] for tensor in record["tensors"]}
     assert details[DOWN] == "trainer bfloat16 [8, 12], engine float32 [8, 12]"
