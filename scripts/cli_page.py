@@ -26,8 +26,8 @@ Every command ends with exit code 0 when it did what it was asked for, 1 when it
 not hold, and 2 when it was used wrongly: an unknown option (the nearest one is named), a value that is
 refused (with what to give in its place), a file that cannot be read or written.
 
-With `--json` every command prints JSON to stdout and everything else, what libraries print included, to stderr:
-`awex-delta bench wire --json > wire.json`.
+With `--json` every command prints JSON to stdout and everything else to stderr, what libraries print
+included: `awex-delta bench wire --json > wire.json`.
 
 | command | |
 |---|---|
