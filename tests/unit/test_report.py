@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
 import sys
@@ -124,8 +125,8 @@ def test_the_same_run_makes_the_same_page() -> None:
     assert page_of(*UPDATES) == page_of(*UPDATES)
 
 
-def write_run(path: Path) -> None:
-    log = RunLog(path)
+def write_run(path: Path, model: str = "") -> None:
+    log = RunLog(path, model=model)
     verdict = Verdict(kind=Kind.DELTA, reason=Reason.NONE)
     stats = UpdateStats(
         version=3, verdict=verdict, total_changed=2, total_owned=8, full_bytes=9, total_wire_bytes=3
@@ -140,6 +141,17 @@ def test_the_command_writes_the_page_and_the_summary(tmp_path: Path) -> None:
     assert result.exit_code == 0
     assert json.loads(result.stdout)["delta_share"] == 0.25
     assert page.read_text() == render(read_run(tmp_path / "RUN.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("model", "named"), [("", "night <3>.jsonl"), ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B")]
+)
+def test_a_page_is_called_after_the_model_or_else_the_file(model: str, named: str, tmp_path: Path) -> None:
+    write_run(tmp_path / "night <3>.jsonl", model)
+    page = render(read_run(tmp_path / "night <3>.jsonl"))
+    for tag in ("title", "h1"):
+        assert f"<{tag}>Weight updates of {html.escape(named)}</{tag}>" in page
+    assert "from night &lt;3&gt;.jsonl.</footer>" in page
 
 
 def test_the_command_refuses_before_it_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
