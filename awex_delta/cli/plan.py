@@ -16,7 +16,7 @@ from awex_delta.cli.output import JsonOption, print_json, stdout_kept
 from awex_delta.config import RolloutConfig, TrainEngineConfig
 from awex_delta.errors import ConfigError
 from awex_delta.planning import SHARES, Memory, RunPlan, plan_run
-from awex_delta.preset import ModelShape, read_preset
+from awex_delta.preset import ModelShape, find_preset, read_preset
 
 app = typer.Typer(add_completion=False)
 
@@ -38,7 +38,7 @@ def plan(
     """
     try:
         with stdout_kept(as_json):
-            found = plan_preset(_file_of(preset), overrides or ())
+            found = plan_preset(find_preset(preset, _PRESETS), overrides or ())
     except ConfigError as error:
         typer.echo(f"awex-delta plan: {error}", err=True)
         raise typer.Exit(code=2) from None
@@ -49,18 +49,6 @@ def plan(
         print_json(as_data(found))
     else:
         show(found, Console())
-
-
-def _file_of(preset: str) -> Path:
-    """The file of that name, or the example's preset of that name."""
-    beside = _PRESETS / f"{preset}.yaml"
-    if beside.is_file():
-        return beside
-    if not Path(preset).exists():
-        known = ", ".join(sorted(path.stem for path in _PRESETS.glob("*.yaml")))
-        presets = f", or one of the presets {known}" if known else ""
-        raise ConfigError(f"there is no file {preset!r}. Remedy: give a YAML file{presets}")
-    return Path(preset)
 
 
 def plan_preset(path: Path, overrides: Sequence[str] = ()) -> RunPlan:

@@ -47,7 +47,7 @@ def verify(
     """
     try:
         with stdout_kept(as_json):
-            left = importlib.import_module("awex_delta.checkpoints").Checkpoint(trainer)
+            left = _open("TRAINER", trainer)
             right = _open_engine(engine, token_file)
             results = _compare(left, right, Console(stderr=True))
     except ConfigError as error:
@@ -62,6 +62,14 @@ def verify(
     raise typer.Exit(code=0 if same else 1)
 
 
+def _open(argument: str, path: Path) -> Any:
+    """A checkpoint; a refusal says which argument it is about."""
+    try:
+        return importlib.import_module("awex_delta.checkpoints").Checkpoint(path)
+    except ConfigError as error:
+        raise ConfigError(f"{argument}: {error}") from error
+
+
 def _open_engine(engine: list[str], token_file: Path | None) -> Any:
     digests = [ref for ref in engine if ref.endswith(".json") or ref.startswith(_ADDRESS)]
     if not digests:
@@ -69,7 +77,7 @@ def _open_engine(engine: list[str], token_file: Path | None) -> Any:
             raise ConfigError(
                 f"ENGINE is {' '.join(engine)}: give one checkpoint, or one file of digests a rank"
             )
-        return importlib.import_module("awex_delta.checkpoints").Checkpoint(Path(engine[0]))
+        return _open("ENGINE", Path(engine[0]))
     if len(digests) < len(engine):
         raise ConfigError(f"ENGINE is {' '.join(engine)}: give either a checkpoint or digests, not both")
     module = importlib.import_module("awex_delta.engine_digests")
@@ -90,7 +98,10 @@ def _read(ref: str, token: str | None) -> bytes:
     try:
         return _ask(ref, token) if ref.startswith(_ADDRESS) else Path(ref).read_bytes()
     except OSError as error:  # what requests raises is one too
-        raise ConfigError(f"{ref} cannot be read: {error}") from error
+        raise ConfigError(
+            f"ENGINE: {ref!r} cannot be read ({error.strerror or error}); "
+            "give a file of digests, or an address that answers with them"
+        ) from error
 
 
 def _ask(url: str, token: str | None) -> bytes:
