@@ -5,12 +5,15 @@ from __future__ import annotations
 import ipaddress
 import logging
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from awex_delta.cli.output import JsonOption, print_json, stdout_kept
 from awex_delta.errors import ConfigError
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
 
 app = typer.Typer(add_completion=False)
 
@@ -71,14 +74,18 @@ def gateway(
         )
     except ConfigError as error:
         raise _refuse(str(error)) from error
-    import uvicorn
-
     if as_json:
         print_json(_where(host, port, token_file), indent=None)
+    with stdout_kept(as_json):
+        _serve(server, host, port)
+
+
+def _serve(server: FastAPI, host: str, port: int) -> None:
+    import uvicorn
+
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    with stdout_kept(as_json):
-        uvicorn.run(server, host=host, port=port, log_config=None, server_header=False, workers=1)
+    uvicorn.run(server, host=host, port=port, log_config=None, server_header=False, workers=1)
 
 
 def _where(host: str, port: int, token_file: Path | None) -> dict[str, str | None]:
