@@ -8,7 +8,7 @@ at its next update. A restarted process does the same, which is how it joins aga
 Keys in the store, below the rendezvous name:
 
     epoch                   the current epoch, moved by compare-and-set only
-    EPOCH/cause             what a rank gave up as it opened the epoch, such as "version 7"
+    EPOCH/cause             what a rank gave up as it opened the epoch, such as "version 7"; then who
     EPOCH/seat/RANK         who sits there; a second life of the same rank opens a new epoch
     EPOCH/at/RANK           the phase that the rank entered last, so an error can name who is missing
 """
@@ -91,8 +91,9 @@ class Comm:
             return self._group is not None
         seen, self.epoch = self.epoch, current
         self._leave()
-        if seen >= 0 and self._open_store().find(f"{current}/cause") == purpose:
-            raise PeerError(f"{self._me}: {purpose} was given up by another rank before this one began it")
+        given_up, _, who = (self._open_store().find(f"{current}/cause") or "").partition("\n")
+        if seen >= 0 and given_up == purpose:
+            raise PeerError(f"{self._me}: {purpose} was given up by {who} before this rank began it")
         return False
 
     def absent_engines(self) -> tuple[int, ...]:
@@ -318,7 +319,8 @@ class Comm:
 
     def _open_epoch_after(self, epoch: int, cause: str) -> None:
         store = self._open_store()
-        store.swap(f"{epoch + 1}/cause", "", cause)
+        phase = self.trace[-1] if self.trace else "connect"
+        store.swap(f"{epoch + 1}/cause", "", f"{cause}\n{self._me} (last in phase {phase!r})")
         store.swap("epoch", str(epoch), str(epoch + 1))
 
     def _new_group(self, backend: str, timeout: timedelta) -> dist.ProcessGroup:

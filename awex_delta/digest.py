@@ -33,6 +33,7 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _EAGER_PIECE = 1 << 16
 _DEVICE_PIECE = 1 << 22
 _COMPILED_PIECE = 1 << 18
+_MIN_COMPILED = 1 << 12  # a compiled call has its price, too: below this, eager is as fast
 WORTH_COMPILING = 1 << 24
 """Compiling takes seconds, once a process: fewer elements than this never earn them back."""
 
@@ -92,7 +93,7 @@ def sum_whole(tensor: torch.Tensor, salt: int, *, compiled: bool = False) -> tor
     Collective: no.
     """
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    mix, piece = _mixer(tensor.device.type, compiled=compiled and tensor.numel() > _EAGER_PIECE)
+    mix, piece = _mixer(tensor.device.type, compiled=compiled and tensor.numel() >= _MIN_COMPILED)
     place = torch.arange(min(piece, tensor.numel()), dtype=torch.int64, device=tensor.device)
     start = 0
     for part in _flat_pieces(tensor.detach(), piece):
@@ -117,7 +118,7 @@ def sum_at(index: torch.Tensor, value: torch.Tensor, salt: int, *, compiled: boo
     Collective: no.
     """
     total = torch.zeros((), dtype=torch.int64, device=value.device)
-    mix, piece = _mixer(value.device.type, compiled=compiled and value.numel() > _EAGER_PIECE)
+    mix, piece = _mixer(value.device.type, compiled=compiled and value.numel() >= _MIN_COMPILED)
     key = _scalar(salt, value.device)
     start = 0
     for bits in _flat_pieces(value.detach(), piece):

@@ -9,6 +9,7 @@ from typing import Self
 import torch
 
 from awex_delta.digest import WORTH_COMPILING, salt_of, sum_at, sum_whole
+from awex_delta.engines.tensors import gather_from
 from awex_delta.types import Detection, OwnedSlice
 
 
@@ -25,7 +26,7 @@ class Digests:
         """Of one training step. Compiles what is to be measured."""
         weights = {owned.key: owned.weight for owned in slices}
         digests = cls(
-            weights=weights, found=found, sent=[weights[c.key].take(c.index) for c in found.changes]
+            weights=weights, found=found, sent=[gather_from(weights[c.key], c.index) for c in found.changes]
         )
         digests.of_all()
         return digests
@@ -33,7 +34,7 @@ class Digests:
     def of_changes(self) -> bool:
         """What a delta takes by default: a trainer's digests of the values that it sends, and an engine's of
         its live weights at the same places, read back. True where they agree."""
-        live = [self.weights[changes.key].take(changes.index) for changes in self.found.changes]
+        live = [gather_from(self.weights[changes.key], changes.index) for changes in self.found.changes]
         return self._sums(self.sent) == self._sums(live)
 
     def of_all(self) -> int:

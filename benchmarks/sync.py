@@ -1,6 +1,6 @@
 """A delta against AWEX's full sync, in one run: two Megatron trainer ranks, two tensor-parallel engine ranks.
 
-    python -m benchmarks.sync [--link 1gbit] > sync.json
+    python -m benchmarks.sync [--link 1gbit] [--encoding ulp_zstd] [--lr 3e-6] > sync.json
 
 Deltas and full syncs alternate, after one warm-up of each. The time of an update is that of its slowest
 rank, from a barrier of all ranks to its return. No digests are taken, as AWEX takes none: `bench detect` has
@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,8 @@ from awex_delta.testing.procs import Rank
 from awex_delta.testing.tiny_models import TinySpec, build_trainer, hf_config
 from awex_delta.trainers.megatron import MegatronTrainer
 from awex_delta.types import DeltaSettings, UpdateStats
+from awex_delta.wire.choice import AUTO
+from awex_delta.wire.registry import CODECS
 from benchmarks import live
 from benchmarks.environment import environment_record
 from benchmarks.link import LOOPBACK, SPEEDS, arguments, environment, hosts
@@ -56,7 +58,13 @@ class Job:
     address: str
     versions: tuple[int, ...]
     lr: float
+    encoding: str
     model: Mapping[str, Any]
+
+    @property
+    def settings(self) -> DeltaSettings:
+        """Of every rank of the run."""
+        return replace(SETTINGS, encoding=self.encoding)
 
 
 def versions_of(repeats: int) -> tuple[int, ...]:
@@ -72,6 +80,7 @@ def run(
     link: str = LOOPBACK,
     repeats: int = 3,
     lr: float = 1e-6,
+    encoding: str = AUTO,
     model: Mapping[str, Any] | None = None,
     timeout_seconds: float = 1500.0,
 ) -> dict[str, Any]:
@@ -81,6 +90,7 @@ def run(
         link: "loopback", or a key of `benchmarks.link.SPEEDS`.
         repeats: measured deltas, and as many full syncs; afterwards as many deltas into a live vLLM.
         lr: of the AdamW; sets the share of changed elements.
+        encoding: of the deltas; "auto" measures the link in the warm-up.
         model: fields of `TinySpec`; a Qwen3 of 113 million parameters by default.
         timeout_seconds: of the whole run.
 
@@ -92,13 +102,18 @@ def run(
         RuntimeError: a rank failed; carries its output.
     """
     model = dict(model or live.MODEL)
-    summary = _run_ranks(link, versions_of(repeats), lr, model, timeout_seconds)
+    summary = _run_ranks(link, versions_of(repeats), lr, encoding, model, timeout_seconds)
     followed = live.run(model=model, lr=lr, repeats=repeats, timeout_seconds=timeout_seconds)
     return {**summary, **{key: followed[key] for key in live.KEYS}, "live": followed}
 
 
 def _run_ranks(
-    link: str, versions: tuple[int, ...], lr: float, model: Mapping[str, Any], timeout_seconds: float
+    link: str,
+    versions: tuple[int, ...],
+    lr: float,
+    encoding: str,
+    model: Mapping[str, Any],
+    timeout_seconds: float,
 ) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder, hosts(link) as (trainer_host, engine_host):
         jobs = [
@@ -109,6 +124,7 @@ def _run_ranks(
                 address=trainer_host.address,
                 versions=versions,
                 lr=lr,
+                encoding=encoding,
                 model=model,
             )
             for role, count in (("trainer", NUM_TRAINERS), ("engine", NUM_ENGINES))
@@ -175,6 +191,7 @@ def _summary(jobs: list[Job], link: str) -> dict[str, Any]:
         "delta_seconds": delta_seconds,
         "full_seconds": full_seconds,
         "link": link,
+        "encoding": jobs[0].encoding,
         "phases": {kind: _phases(rows) for kind, rows in (("delta", deltas), ("full", fulls))},
         "training_collective_bytes": sum(record["collective_bytes"] for record in trainers),
         "identical": all(record["identical"] for record in records if record["role"] == "engine"),
@@ -227,8 +244,8 @@ def _trainer(job: Job) -> dict[str, Any]:
     seat = Rank(rank=job.rank, world_size=NUM_TRAINERS, folder=Path(job.folder))
     seat.init_gloo(rank=job.rank, world_size=NUM_TRAINERS, timeout_seconds=SETTINGS.timeout_seconds)
     tiny = build_trainer(TinySpec(lr=job.lr, weight_decay=0.01, **job.model))
-    view = MegatronTrainer.attach(tiny.chunks, tiny.optimizer, tiny.hf_config, settings=SETTINGS)
-    sender = Sender(view, rendezvous, job.rank, SETTINGS)
+    view = MegatronTrainer.attach(tiny.chunks, tiny.optimizer, tiny.hf_config, settings=job.settings)
+    sender = Sender(view, rendezvous, job.rank, job.settings)
     updates = []
     for version in job.versions[:-1]:
         tiny.train_step()
@@ -258,7 +275,7 @@ def _engine(job: Job) -> dict[str, Any]:
     rendezvous, _ = _rendezvous(job)
     config = hf_config(TinySpec(lr=job.lr, **job.model))
     engine = FusedEngine(config, FusedRank(tp_rank=job.rank, tp_size=NUM_ENGINES))
-    receiver = Receiver(engine, rendezvous, job.rank, "engine", SETTINGS)
+    receiver = Receiver(engine, rendezvous, job.rank, "engine", job.settings)
     updates = [_timed(receiver, version) for version in job.versions]
     receiver.comm.barrier("final")
     weights = load_file(Path(job.folder) / "final.safetensors")
@@ -283,11 +300,14 @@ def main() -> None:
     parser.add_argument("--job", help=argparse.SUPPRESS)
     parser.add_argument("--link", choices=[LOOPBACK, *SPEEDS], default=LOOPBACK)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--lr", type=float, default=1e-6)
+    parser.add_argument("--encoding", choices=[AUTO, *CODECS], default=AUTO)
     given = parser.parse_args()
     if given.job:
         _work(Job(**json.loads(given.job)))
         return
-    print(json.dumps(run(link=given.link, repeats=given.repeats), indent=2))
+    record = run(link=given.link, repeats=given.repeats, lr=given.lr, encoding=given.encoding)
+    print(json.dumps(record, indent=2))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -22,7 +23,7 @@ def fail_once(owner: object, name: str, error: BaseException) -> None:
     """Make one method of one object raise, the first time that it is called."""
     original = getattr(owner, name)
 
-    def fail(*_: object) -> object:
+    def fail(*_: object, **__: object) -> object:
         setattr(owner, name, original)
         raise error
 
@@ -63,6 +64,33 @@ def test_a_rank_that_tries_again_at_once_does_not_disturb_the_old_update(make: M
     assert isinstance(outcome[TRAINER], ConnectError)  # nobody else came for version 3
     assert all(receiver.ready and receiver.version == 1 for receiver in pairing.receivers)
     check_recovery(pairing, 4, Reason.PREVIOUS_ABORTED)
+
+
+def test_a_rank_that_comes_after_a_version_was_given_up_hears_who_did(make: Make) -> None:
+    pairing = ready(make())
+    fail_once(pairing.senders[1].comm, "gather", OSError("no memory for a row"))
+    receiver, given_up = pairing.receivers[ENGINE], threading.Event()
+    update = receiver.update_weights
+    abandon = pairing.senders[1].comm.abandon
+
+    def tell() -> None:
+        abandon()
+        given_up.set()
+
+    def late(version: int) -> UpdateStats:
+        assert given_up.wait(SETTINGS.timeout_seconds)
+        return update(version)
+
+    pairing.senders[1].comm.abandon = tell  # type: ignore[method-assign]
+    receiver.update_weights = late  # type: ignore[method-assign]
+    begin = time.monotonic()
+    outcome = pairing.update(2)
+    check_at_once(begin)
+    receiver.update_weights = update  # type: ignore[method-assign]
+    assert isinstance(outcome[ENGINE], PeerError)
+    who = "version 2 was given up by trainer rank 1, seat 4 (last in phase 'verify of version 1')"
+    assert who in str(outcome[ENGINE])
+    check_recovery(pairing, 2, Reason.PREVIOUS_ABORTED)
 
 
 @pytest.mark.parametrize("error", [KeyError("model.layers.0"), TypeError("odd"), RuntimeError("odd")])

@@ -18,6 +18,7 @@ from benchmarks.temporaries import LargestNew
 def test_without_vllm_the_numbers_are_null_and_the_reason_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benchmarks.live.find_spec", lambda _: None)
     fields = ("parameters", "changed_share", "bytes_per_change", "delta_over_full_bytes")
+    told: list[object] = []
     others = (
         "delta_over_full_seconds",
         "delta_seconds",
@@ -25,11 +26,19 @@ def test_without_vllm_the_numbers_are_null_and_the_reason_is_said(monkeypatch: p
         "training_collective_bytes",
     )
     summary: dict[str, Any] = {**dict.fromkeys((*fields, *others), 1.0), "identical": True}
-    monkeypatch.setattr("benchmarks.sync._run_ranks", lambda *_: summary)
-    result = CliRunner().invoke(app, ["bench", "sync", "--json"])
+    summary["encoding"] = "ulp_zstd"
+
+    def measure(*given: object) -> dict[str, Any]:
+        told.extend(given)
+        return summary
+
+    monkeypatch.setattr("benchmarks.sync._run_ranks", measure)
+    words = ["bench", "sync", "--lr", "3e-6", "--encoding", "ulp_zstd", "--json"]
+    result = CliRunner().invoke(app, words)
     assert result.exit_code == 0, result.output
     assert "vLLM is not installed: make vllm" in result.stderr
     record = json.loads(result.stdout)
+    assert told[2:4] == [3e-6, "ulp_zstd"]
     assert LIVE_FIELDS == live.KEYS
     assert {key: record[key] for key in live.KEYS} == dict.fromkeys(live.KEYS)
     assert record["live"]["reason"] == "vLLM is not installed: make vllm"

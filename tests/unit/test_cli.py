@@ -86,6 +86,9 @@ def test_a_value_of_a_wrong_type_is_named_with_its_option_and_the_remedy() -> No
 def test_benchmarks_refuse_before_anything_heavy_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "benchmarks.sync", raising=False)
     assert "'2gbit' is none of loopback, 1gbit, 100mbit" in said(["bench", "sync", "--link", "2gbit"])
+    assert "choose one of auto, gaps, indices" in " ".join(
+        said(["bench", "sync", "--encoding", "zip"]).split()
+    )
     assert "benchmarks.sync" not in sys.modules
 
 
