@@ -1,6 +1,6 @@
 """How fast detection is, against what memory allows and against the obvious eager code.
 
-    python -m benchmarks.detect --json detect.json
+    python -m benchmarks.detect > detect.json
 
 The data is that of a reinforcement-learning step: bf16 weights from N(0, 0.02), three AdamW steps of
 lr 1e-6 and weight decay 0.01. Everything is timed in one process, in turns, with all of torch's threads,
@@ -280,13 +280,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--num-elements", type=int, default=32_000_000)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--json", type=Path, help="write the result here as well")
     arguments = parser.parse_args()
     result = run(num_elements=arguments.num_elements, repeats=arguments.repeats)
-    text = json.dumps(result, indent=2)
-    print(text)
-    if arguments.json is not None:
-        arguments.json.write_text(text + "\n")
+    print(json.dumps(result, indent=2))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Our receiver in a live vLLM model, against a bare scatter and against vLLM's own sparse loader.
 
-    python -m benchmarks.live --json live.json
+    python -m benchmarks.live > live.json
 
 One process holds a real vLLM with weights drawn at random; another trains the same shapes with AdamW and
 sends real deltas. After every delta the same elements are written again into the same live weights: by
@@ -315,16 +315,12 @@ def main() -> None:
     """Command line: a whole run, or (`--job`) the process that holds vLLM."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--job", help=argparse.SUPPRESS)
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--repeats", type=int, default=7)
     given = parser.parse_args()
     if given.job:
         _work(json.loads(given.job))
         os._exit(0)  # vLLM's threads and torch's groups need not be taken down one by one
-    text = json.dumps(run(model=MODEL, lr=1e-6, repeats=given.repeats), indent=2)
-    print(text)
-    if given.json:
-        given.json.write_text(text)
+    print(json.dumps(run(model=MODEL, lr=1e-6, repeats=given.repeats), indent=2))
 
 
 if __name__ == "__main__":

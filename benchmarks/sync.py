@@ -1,6 +1,6 @@
 """A delta against AWEX's full sync, in one run: two Megatron trainer ranks, two tensor-parallel engine ranks.
 
-    python -m benchmarks.sync --json sync.json [--link 1gbit] [--encoding ulp_zstd] [--lr 3e-6]
+    python -m benchmarks.sync [--link 1gbit] [--encoding ulp_zstd] [--lr 3e-6] > sync.json
 
 Deltas and full syncs alternate, after one warm-up of each. The time of an update is that of its slowest
 rank, from a barrier of all ranks to its return. No digests are taken, as AWEX takes none: `bench detect` has
@@ -298,7 +298,6 @@ def main() -> None:
     """Command line: a whole run, or (`--job`) one rank of it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--job", help=argparse.SUPPRESS)
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--link", choices=[LOOPBACK, *SPEEDS], default=LOOPBACK)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--lr", type=float, default=1e-6)
@@ -308,10 +307,7 @@ def main() -> None:
         _work(Job(**json.loads(given.job)))
         return
     record = run(link=given.link, repeats=given.repeats, lr=given.lr, encoding=given.encoding)
-    text = json.dumps(record, indent=2)
-    print(text)
-    if given.json:
-        given.json.write_text(text)
+    print(json.dumps(record, indent=2))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """How small and how fast each encoding is, beside zstd over a whole-tensor XOR and the entropy of a change.
 
-    python -m benchmarks.wire --json wire.json
+    python -m benchmarks.wire > wire.json
 
 Two scenarios simulate a reinforcement-learning step: bf16 weights from N(0, 0.02), three AdamW steps of
 weight decay 0.01. The third is the training of `awex-delta demo`. Changes and codes come from the product's
@@ -21,7 +21,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -325,12 +324,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--num-elements", type=int, default=32_000_000)
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--json", type=Path, help="write the result here as well")
     arguments = parser.parse_args()
-    text = json.dumps(run(num_elements=arguments.num_elements, repeats=arguments.repeats), indent=2)
-    print(text)
-    if arguments.json is not None:
-        arguments.json.write_text(text + "\n")
+    print(json.dumps(run(num_elements=arguments.num_elements, repeats=arguments.repeats), indent=2))
 
 
 if __name__ == "__main__":

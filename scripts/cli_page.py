@@ -24,8 +24,10 @@ shell to complete commands and options.
 
 Every command ends with exit code 0 when it did what it was asked for, 1 when it ran and what it checked does
 not hold, and 2 when it was used wrongly: an unknown option (the nearest one is named), a value that is
-refused (with what to give in its place), a file that cannot be read or written. Files that are to be written
-are tried before anything runs.
+refused (with what to give in its place), a file that cannot be read or written.
+
+With `--json` every command prints JSON to stdout and everything else to stderr, what libraries print
+included: `awex-delta bench wire --json > wire.json`.
 
 | command | |
 |---|---|

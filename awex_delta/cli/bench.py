@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import importlib
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.status import Status
 from rich.table import Table
 
-from awex_delta.cli.output import STDOUT, check_output, write_json
+from awex_delta.cli.output import JsonOption, print_json, stdout_kept
 from awex_delta.errors import ConfigError
 from awex_delta.wire.choice import AUTO
 from awex_delta.wire.registry import CODECS, codecs_for
@@ -25,22 +25,21 @@ app = typer.Typer(
 METHOD_FIELDS = ("seconds", "commit_seconds", "kept_bytes", "peak_extra_bytes", "wire_bytes")
 LIVE_FIELDS = ("apply_over_scatter", "vllm_sparse_over_apply", "pause_seconds")
 
-JsonOption = Annotated[Path | None, typer.Option("--json", help="Write the whole record here; - for stdout.")]
-
 
 @app.command()
 def detect(
-    json_path: JsonOption = None,
+    as_json: JsonOption = False,
     elements: Annotated[int, typer.Option(help="Elements to detect changes in.", min=1 << 16)] = 32_000_000,
     repeats: Annotated[int, typer.Option(help="Samples of each kind.", min=1)] = 5,
 ) -> None:
     """Detection against a measured memory copy, eager reconstruct, cast and compare, and a snapshot."""
-    check_output("--json", json_path)
-    with _measuring():
+    with _measuring(as_json):
         record = _benchmark("detect").run(num_elements=elements, repeats=repeats)
+    if as_json:
+        print_json(record)
+        return
     _show(
         record,
-        json_path,
         (
             "ratio_to_copy_bound",
             "speedup_over_eager",
@@ -50,8 +49,6 @@ def detect(
             "digest_all_over_detect",
         ),
     )
-    if json_path == STDOUT:
-        return
     table = Table("method", *(name.replace("_", " ") for name in METHOD_FIELDS))
     for method, row in record["methods"].items():
         table.add_row(method, *(_number(row[field]) for field in METHOD_FIELDS))
@@ -60,7 +57,7 @@ def detect(
 
 @app.command()
 def sync(
-    json_path: JsonOption = None,
+    as_json: JsonOption = False,
     link: Annotated[
         str, typer.Option(help="loopback, 1gbit or 100mbit; the last two need root.")
     ] = "loopback",
@@ -74,7 +71,6 @@ def sync(
 
     Then deltas into a live vLLM, where it is installed, against a bare scatter and vLLM's own sparse loader.
     """
-    check_output("--json", json_path)
     links = _benchmark("link")
     known = [links.LOOPBACK, *links.SPEEDS]
     if link not in known:
@@ -84,7 +80,7 @@ def sync(
     except ConfigError as error:
         raise typer.BadParameter(str(error), param_hint="--encoding") from error
     try:
-        with _measuring():
+        with _measuring(as_json):
             record = _benchmark("sync").run(link=link, repeats=repeats, lr=lr, encoding=encoding)
     except links.NoLinkError as error:
         Console(stderr=True).print(str(error))
@@ -96,35 +92,31 @@ def sync(
         "bytes_per_change",
         "delta_over_full_bytes",
         "delta_over_full_seconds",
+        "delta_seconds",
+        "full_seconds",
+        "training_collective_bytes",
+        "identical",
+        *LIVE_FIELDS,
     )
-    _show(
-        record,
-        json_path,
-        (
-            *fields,
-            "delta_seconds",
-            "full_seconds",
-            "training_collective_bytes",
-            "identical",
-            *LIVE_FIELDS,
-        ),
-    )
+    if as_json:
+        print_json(record)
+    else:
+        _show(record, fields)
     if record["live"]["reason"]:
         Console(stderr=True).print(f"Nothing was measured in a live vLLM: {record['live']['reason']}")
 
 
 @app.command()
 def wire(
-    json_path: JsonOption = None,
+    as_json: JsonOption = False,
     elements: Annotated[int, typer.Option(help="Simulated weights.", min=1 << 16)] = 32_000_000,
     repeats: Annotated[int, typer.Option(help="Samples of each kind.", min=1)] = 7,
 ) -> None:
     """Every encoding against zstd over a whole-tensor XOR, and against the entropy of a change."""
-    check_output("--json", json_path)
-    with _measuring():
+    with _measuring(as_json):
         record = _benchmark("wire").run(num_elements=elements, repeats=repeats)
-    write_json(json_path, record)
-    if json_path == STDOUT:
+    if as_json:
+        print_json(record)
         return
     table = Table("scenario", "encoding", "changed", "B/change", "entropy", "encode M/s", "decode M/s")
     for row in record["rows"]:
@@ -140,9 +132,11 @@ def wire(
     Console().print(table)
 
 
-def _measuring() -> Status:
-    """Something that moves in a terminal while minutes pass."""
-    return Console(stderr=True).status("Measuring; a minute or some")
+@contextmanager
+def _measuring(as_json: bool) -> Iterator[None]:
+    """Something that moves in a terminal while minutes pass; stdout is kept where JSON is asked for."""
+    with stdout_kept(as_json), Console(stderr=True).status("Measuring; a minute or some"):
+        yield
 
 
 def _benchmark(name: str) -> Any:
@@ -157,10 +151,7 @@ def _benchmark(name: str) -> Any:
         raise typer.Exit(2) from error
 
 
-def _show(record: dict[str, Any], json_path: Path | None, fields: tuple[str, ...]) -> None:
-    write_json(json_path, record)
-    if json_path == STDOUT:
-        return
+def _show(record: dict[str, Any], fields: tuple[str, ...]) -> None:
     table = Table("measured", "value")
     for field in fields:
         table.add_row(field, _number(record[field]))

@@ -14,12 +14,12 @@ import typer
 
 from awex_delta.cli.demo_plan import (
     DemoPlan,
-    check_json_path,
     check_plan,
     choose_fault,
     choose_models,
     parse_layout,
 )
+from awex_delta.cli.output import JsonOption, print_json, stdout_kept
 from awex_delta.errors import ConfigError
 
 app = typer.Typer(add_completion=False)
@@ -38,9 +38,7 @@ def demo(
     seed: Annotated[int, typer.Option(help="Of the weights and the batches.")] = 0,
     layers: Annotated[int, typer.Option(help="Layers of the model.")] = 2,
     hidden: Annotated[int, typer.Option(help="Hidden size, a multiple of 32.")] = 128,
-    json_path: Annotated[
-        Path | None, typer.Option("--json", help="Write a report to this file; - for stdout.")
-    ] = None,
+    as_json: JsonOption = False,
     fault: Annotated[
         str,
         typer.Option(
@@ -56,7 +54,6 @@ def demo(
     weights fused and sharded, as SGLang does. After each version all bits are compared.
     """
     try:
-        check_json_path(json_path)
         plans = [
             DemoPlan(
                 model=name,
@@ -81,19 +78,20 @@ def demo(
     # A polite kill must run the same clean-up as Ctrl-C.
     before = signal.signal(signal.SIGTERM, _exit_on_signal)
     try:
-        code = _run(plans, json_path)
+        code = _run(plans, as_json=as_json)
     finally:
         signal.signal(signal.SIGTERM, before)
     raise typer.Exit(code=code)
 
 
-def _run(plans: list[DemoPlan], json_path: Path | None) -> int:
+def _run(plans: list[DemoPlan], *, as_json: bool) -> int:
     """Import what is heavy only now, while the fork server imports what is heavier."""
-    importlib.import_module("awex_delta.cli.demo_fleet").warm_up()
-    show = importlib.import_module("awex_delta.cli.demo_show")
-    with tempfile.TemporaryDirectory(prefix="awex-delta-demo-") as folder:
-        code: int = show.run_all(plans, json_path, Path(folder))
-    return code
+    with stdout_kept(as_json), tempfile.TemporaryDirectory(prefix="awex-delta-demo-") as folder:
+        importlib.import_module("awex_delta.cli.demo_fleet").warm_up()
+        finished = importlib.import_module("awex_delta.cli.demo_show").run_all(plans, Path(folder))
+    if as_json:
+        print_json(importlib.import_module("awex_delta.cli.demo_report").as_data(finished))
+    return 0 if all(run.result.passed for run in finished) else 1
 
 
 def _exit_on_signal(number: int, _: FrameType | None) -> None:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias, get_args
 
-from awex_delta.cli.output import can_write
 from awex_delta.errors import ConfigError
 
 ModelName: TypeAlias = Literal["qwen3", "qwen3-moe"]
@@ -239,9 +238,3 @@ def choose_fault(text: str) -> FaultName:
     if text not in FAULTS:
         raise ConfigError(f"--fault {text}: give one of {', '.join(FAULTS)}")
     return text
-
-
-def check_json_path(path: Path | None) -> None:
-    """Refuse a report that could not be written. Raises ConfigError. Collective: no."""
-    if not can_write(path):
-        raise ConfigError(f"--json {path}: give a file in a folder that exists")

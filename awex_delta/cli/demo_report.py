@@ -1,4 +1,4 @@
-"""How the demo shows its results: a table that grows by a line a version, and a JSON report."""
+"""How the demo shows its results: a table that grows by a line a version, and a report as plain data."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
-from pathlib import Path
+from typing import Any
 
 from rich import box
 from rich.table import Table
 
 from awex_delta._version import __version__
-from awex_delta.cli import output
 from awex_delta.cli.demo_plan import DemoPlan
 from awex_delta.cli.demo_run import RunResult, VersionRecord
 
@@ -87,9 +86,9 @@ def _committed_cells(record: VersionRecord) -> dict[str, str]:
     return cells
 
 
-def write_json(path: Path, runs: Sequence[FinishedRun]) -> None:
-    """Write the report, or print it for `-`. Its shape is described in docs/en/demo.md. Collective: no."""
-    report = {
+def as_data(runs: Sequence[FinishedRun]) -> dict[str, Any]:
+    """The report. Its shape is described in docs/en/demo.md. Collective: no."""
+    return {
         "runs": [
             {
                 "model": run.plan.model,
@@ -107,4 +106,3 @@ def write_json(path: Path, runs: Sequence[FinishedRun]) -> None:
             **{name: version(name) for name in _PACKAGES},
         },
     }
-    output.write_json(path, report)

@@ -11,30 +11,28 @@ from rich.text import Text
 
 from awex_delta.cli.demo_fleet import Fleet
 from awex_delta.cli.demo_plan import DemoPlan
-from awex_delta.cli.demo_report import FinishedRun, add_row, new_table, write_json
+from awex_delta.cli.demo_report import FinishedRun, add_row, new_table
 from awex_delta.cli.demo_run import PROMPT, DemoRun, RunResult, VersionRecord
-from awex_delta.cli.output import STDOUT
 
 _WIDE = 120
 _FILE_WIDTH = 128
 
 
-def run_all(plans: list[DemoPlan], json_path: Path | None, folder: Path) -> int:
-    """Run the plans, show each, write the report.
+def run_all(plans: list[DemoPlan], folder: Path) -> list[FinishedRun]:
+    """Run the plans, and show each.
 
     Args:
         plans: checked.
-        json_path: where the report goes; None for nowhere.
         folder: for files of the runs; the caller removes it.
 
     Returns:
-        The exit code: 0 when every engine held the trainer's bits at every version, else 1.
+        What came of the plans, as far as the first that ended in an error.
 
     Collective: no.
     """
-    console = Console(stderr=json_path == STDOUT)
+    console = Console()
     if not console.is_terminal:
-        console = Console(width=_FILE_WIDTH, stderr=json_path == STDOUT)
+        console = Console(width=_FILE_WIDTH)
     finished: list[FinishedRun] = []
     for plan in plans:
         result = _run_one(plan, folder / plan.model, console)
@@ -42,9 +40,7 @@ def run_all(plans: list[DemoPlan], json_path: Path | None, folder: Path) -> int:
         _conclude(result, console)
         if result.error:
             break
-    if json_path is not None:
-        write_json(json_path, finished)
-    return 0 if all(run.result.passed for run in finished) else 1
+    return finished
 
 
 def _run_one(plan: DemoPlan, folder: Path, console: Console) -> RunResult:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import ipaddress
-import json
 import logging
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from awex_delta.cli.output import JsonOption, print_json, stdout_kept
 from awex_delta.errors import ConfigError
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
 
 app = typer.Typer(add_completion=False)
 
@@ -37,9 +40,11 @@ def gateway(
     update_seconds: Annotated[
         float, typer.Option(help="Longest wait for all sides in one update or connect.", min=1.0)
     ] = 3600.0,
-    as_json: Annotated[bool, typer.Option("--json", help="Say as JSON where it will listen.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Serve the control plane until it is interrupted. One process serves all pairs.
+
+    The JSON is one line that says where it will listen.
 
     Args:
         host, port: where to listen.
@@ -69,10 +74,15 @@ def gateway(
         )
     except ConfigError as error:
         raise _refuse(str(error)) from error
+    if as_json:
+        print_json(_where(host, port, token_file), indent=None)
+    with stdout_kept(as_json):
+        _serve(server, host, port)
+
+
+def _serve(server: FastAPI, host: str, port: int) -> None:
     import uvicorn
 
-    if as_json:
-        typer.echo(json.dumps(_where(host, port, token_file)))
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     uvicorn.run(server, host=host, port=port, log_config=None, server_header=False, workers=1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from typing import Annotated
 
@@ -11,6 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from awex_delta.cli.output import JsonOption, print_json, stdout_kept
 from awex_delta.errors import AwexDeltaError
 from awex_delta.transports.disk.folder import Folder
 from awex_delta.transports.disk.survey import Survey, VersionState, survey
@@ -23,7 +23,7 @@ _FILE_WIDTH = 160
 @app.command()
 def inspect(
     directory: Annotated[str, typer.Argument(help="The folder of versions: a path, or a URL such as s3://…")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: JsonOption = False,
     verify: Annotated[bool, typer.Option(help="Read every byte and compare checksums.")] = True,
     workers: Annotated[int, typer.Option(help="Files read at once.", min=1)] = 4,
 ) -> None:
@@ -31,7 +31,7 @@ def inspect(
 
     Args:
         directory: the folder of versions.
-        as_json: print JSON.
+        as_json: print JSON alone.
         verify: read every byte.
         workers: files read at once.
 
@@ -40,7 +40,8 @@ def inspect(
     """
     try:
         folder = Folder(directory)
-        found = survey(folder, verify=verify, workers=workers)
+        with stdout_kept(as_json):
+            found = survey(folder, verify=verify, workers=workers)
         if not found.versions and not folder.exists():
             raise FileNotFoundError(
                 f"there is no folder {directory}; give the one that a trainer writes into"
@@ -50,7 +51,7 @@ def inspect(
         raise typer.Exit(2) from error
     if as_json:
         versions = [{**asdict(state), "density": state.density} for state in found.versions]
-        typer.echo(json.dumps({**asdict(found), "versions": versions, "problems": found.problems}, indent=1))
+        print_json({**asdict(found), "versions": versions, "problems": found.problems})
     else:
         _show(found)
     if found.problems:

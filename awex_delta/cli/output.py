@@ -1,53 +1,68 @@
-"""Where commands write: JSON to a file or to stdout, and refusals before a long run rather than after it."""
+"""Where commands write: JSON to stdout and to nowhere else, and refusals before a long run, not after it."""
 
 from __future__ import annotations
 
+import ctypes
 import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeAlias
 
 import typer
 
-STDOUT = Path("-")
+JsonOption: TypeAlias = Annotated[
+    bool, typer.Option("--json", help="Print JSON to stdout, and everything else to stderr.")
+]
 
 
-def check_output(option: str, path: Path | None) -> None:
-    """Refuse a file that could not be written at the end.
+def check_output(option: str, path: Path) -> None:
+    """Refuse a file that could not be written at the end, by opening it.
 
     Args:
         option: name of the command-line option.
-        path: its value; None and `-` (stdout) always pass.
+        path: its value.
 
     Raises:
         typer.BadParameter: names the file and the cause. Nothing is left behind.
     """
-    if not can_write(path):
-        raise typer.BadParameter(
-            f"{str(path)!r} cannot be written. Give a file in a folder that exists.", param_hint=option
-        )
-
-
-def can_write(path: Path | None) -> bool:
-    """True where a file could be written, by opening it; also for None and `-` (stdout)."""
-    if path is None or path == STDOUT:
-        return True
     existed = path.exists()
     try:
         with path.open("a", encoding="utf-8"):
             pass
-    except OSError:
-        return False
+    except OSError as error:
+        raise typer.BadParameter(
+            f"{str(path)!r} cannot be written. Give a file in a folder that exists.", param_hint=option
+        ) from error
     if not existed:
         path.unlink()
-    return True
 
 
-def write_json(path: Path | None, record: Any) -> None:
-    """Write a record to a file, to stdout for `-`, or nowhere for None."""
-    if path is None:
+@contextmanager
+def stdout_kept(as_json: bool) -> Iterator[None]:
+    """Keep stdout for the JSON: whatever is printed inside goes to stderr, child processes included.
+
+    Args:
+        as_json: the command's `--json`; without it nothing is kept.
+    """
+    if not as_json:
+        yield
         return
-    text = json.dumps(record, indent=2)
-    if path == STDOUT:
-        typer.echo(text)
-    else:
-        path.write_text(f"{text}\n", encoding="utf-8")
+    sys.stdout.flush()
+    kept = os.dup(1)
+    try:
+        os.dup2(2, 1)
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        # C libraries buffer what they print where stdout is no terminal.
+        ctypes.CDLL(None).fflush(None)
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+def print_json(record: Any, *, indent: int | None = 2) -> None:
+    """Print a record to stdout; on one line without an indent."""
+    typer.echo(json.dumps(record, indent=indent))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -13,9 +12,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from awex_delta.cli.output import JsonOption, print_json, stdout_kept
 from awex_delta.config import RolloutConfig, TrainEngineConfig
 from awex_delta.errors import ConfigError
-from awex_delta.presets.files import ModelShape, read_preset
+from awex_delta.presets.files import ModelShape, find_preset, read_preset
 from awex_delta.presets.forecast import SHARES, Memory, RunPlan, plan_run
 
 app = typer.Typer(add_completion=False)
@@ -30,14 +30,15 @@ def plan(
     overrides: Annotated[
         list[str] | None, typer.Argument(help="Changes, such as actor.weight_update_delta_encoding=ulp.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Print ranks, owners, bytes of an update and memory of a run. Starts nothing.
 
     Exit codes: 0 when the run can work, 2 when a setting is refused.
     """
     try:
-        found = plan_preset(_file_of(preset), overrides or ())
+        with stdout_kept(as_json):
+            found = plan_preset(find_preset(preset, _PRESETS), overrides or ())
     except ConfigError as error:
         typer.echo(f"awex-delta plan: {error}", err=True)
         raise typer.Exit(code=2) from None
@@ -45,21 +46,9 @@ def plan(
     if unread:
         typer.echo(f"awex-delta plan: not part of a plan, so not checked: {', '.join(unread)}", err=True)
     if as_json:
-        typer.echo(json.dumps(as_data(found), indent=2))
+        print_json(as_data(found))
     else:
         show(found, Console())
-
-
-def _file_of(preset: str) -> Path:
-    """The file of that name, or the example's preset of that name."""
-    beside = _PRESETS / f"{preset}.yaml"
-    if beside.is_file():
-        return beside
-    if not Path(preset).exists():
-        known = ", ".join(sorted(path.stem for path in _PRESETS.glob("*.yaml")))
-        presets = f", or one of the presets {known}" if known else ""
-        raise ConfigError(f"there is no file {preset!r}. Remedy: give a YAML file{presets}")
-    return Path(preset)
 
 
 def plan_preset(path: Path, overrides: Sequence[str] = ()) -> RunPlan:

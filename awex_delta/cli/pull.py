@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 from typing import Annotated
@@ -11,6 +10,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
+from awex_delta.cli.output import JsonOption, print_json, stdout_kept
 from awex_delta.errors import AwexDeltaError, ConfigError
 from awex_delta.transports.disk import pull as pulling
 from awex_delta.transports.disk.folder import Folder
@@ -28,11 +28,12 @@ def pull(
         float, typer.Option(help="Seconds between two looks, with --follow.", min=0.01)
     ] = 5.0,
     workers: Annotated[int, typer.Option(help="Reads at once.", min=1)] = 4,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON for each pull.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Bring a local HF checkpoint to the newest version of a folder, tensor by tensor, each one verified.
 
     At any moment, also after a kill, the checkpoint loads as exactly one version.
+    The JSON of a pull is one line.
 
     Args:
         source: the folder of versions.
@@ -49,8 +50,10 @@ def pull(
     """
     console = Console(stderr=True)
     try:
-        checkpoint = pulling.LocalCheckpoint(local_checkpoint, Folder(source), workers=workers)
-        _report(_pull(checkpoint, version, console), as_json=as_json)
+        with stdout_kept(as_json):
+            checkpoint = pulling.LocalCheckpoint(local_checkpoint, Folder(source), workers=workers)
+            done = _pull(checkpoint, version, console)
+        _report(done, as_json=as_json)
     except ConfigError as error:
         _say(console, error, "red")
         raise typer.Exit(2) from error
@@ -61,7 +64,8 @@ def pull(
     while follow:
         _pause(interval)
         try:
-            done = _pull(checkpoint, version, console)
+            with stdout_kept(as_json):
+                done = _pull(checkpoint, version, console)
             if done.links:
                 _report(done, as_json=as_json)
         except (AwexDeltaError, OSError) as error:
@@ -97,7 +101,7 @@ def _pull(checkpoint: pulling.LocalCheckpoint, version: int | None, console: Con
 def _report(done: pulling.Pulled, *, as_json: bool) -> None:
     if as_json:
         record = {"version": done.version, "applied": len(done.links), "bytes_read": done.bytes_read}
-        typer.echo(json.dumps({**record, "problems": [str(problem) for problem in done.problems]}))
+        print_json({**record, "problems": [str(problem) for problem in done.problems]}, indent=None)
     elif done.links:
         typer.echo(f"version {done.version}: {len(done.links)} applied, {done.bytes_read} bytes read")
     else:

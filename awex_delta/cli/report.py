@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import importlib
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
 
-from awex_delta.cli.output import STDOUT, check_output, write_json
+from awex_delta.cli.output import JsonOption, check_output, print_json, stdout_kept
 from awex_delta.errors import ConfigError
 
 app = typer.Typer(add_completion=False)
@@ -20,21 +20,29 @@ app = typer.Typer(add_completion=False)
 def report(
     run: Annotated[Path, typer.Argument(help="The RUN.jsonl that the training's RunLog wrote.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="The page.")] = Path("report.html"),
-    json_path: Annotated[
-        Path | None, typer.Option("--json", help="Also write the summary here; - for stdout.")
-    ] = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Draw what every update changed, sent and took, with the reasons of full syncs, as one HTML page.
+
+    With --json the numbers of its summary are printed as well.
 
     Exit code 0 when the page was written, 2 when the run cannot be read or the page not be written.
     """
     check_output("--output", output)
-    check_output("--json", json_path)
-    for option, path in (("--output", output), ("--json", json_path)):
-        if path is not None and path.exists() and run.exists() and path.samefile(run):
-            raise typer.BadParameter(
-                f"{str(path)!r} is the run itself. Give another file.", param_hint=option
-            )
+    if output.exists() and run.exists() and output.samefile(run):
+        raise typer.BadParameter(
+            f"{str(output)!r} is the run itself. Give another file.", param_hint="--output"
+        )
+    with stdout_kept(as_json):
+        summary = _draw(run, output)
+    if as_json:
+        print_json(summary)
+    else:
+        typer.echo(f"{output}: {summary['num_deltas']} of {summary['num_updates']} updates were deltas")
+
+
+def _draw(run: Path, output: Path) -> dict[str, Any]:
+    """Write the page; its summary."""
     try:
         page = importlib.import_module("awex_delta.report.page")
     except ModuleNotFoundError as error:
@@ -47,12 +55,9 @@ def report(
         _refuse(str(error))
     with Console(stderr=True).status(f"Drawing {len(history.updates)} updates"):
         output.write_text(page.render(history), encoding="utf-8")
-    summary = dataclasses.asdict(page.summarize(history.updates))
-    write_json(json_path, summary)
-    if json_path != STDOUT:
-        for note in history.notes:
-            typer.echo(note, err=True)
-        typer.echo(f"{output}: {summary['num_deltas']} of {summary['num_updates']} updates were deltas")
+    for note in history.notes:
+        typer.echo(note, err=True)
+    return dataclasses.asdict(page.summarize(history.updates))
 
 
 def _refuse(message: str) -> NoReturn:

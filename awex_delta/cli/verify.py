@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from awex_delta.cli.output import STDOUT, check_output, write_json
+from awex_delta.cli.output import JsonOption, print_json, stdout_kept
 from awex_delta.errors import ConfigError
 
 app = typer.Typer(add_completion=False)
@@ -37,9 +37,7 @@ def verify(
     token_file: Annotated[
         Path | None, typer.Option(help="File with the token that the http addresses ask for.")
     ] = None,
-    json_path: Annotated[
-        Path | None, typer.Option("--json", help="Write every tensor here; - for stdout.")
-    ] = None,
+    as_json: JsonOption = False,
     limit: Annotated[int, typer.Option(help="Differing tensors to print.", min=0)] = 20,
 ) -> None:
     """Compare every tensor bit by bit, or by digest, one piece in memory at a time.
@@ -47,24 +45,29 @@ def verify(
     Exit code 0 when all tensors are the same, 1 when any differs, is missing or is extra, 2 when a side
     cannot be read.
     """
-    check_output("--json", json_path)
-    compare = importlib.import_module("awex_delta.compare.tensors")
-    console = Console(stderr=True)
     try:
-        left = importlib.import_module("awex_delta.compare.checkpoints").Checkpoint(trainer)
-        right = _open_engine(engine, token_file)
-        results = _compare(compare, left, right, console)
+        with stdout_kept(as_json):
+            left = _open("TRAINER", trainer)
+            right = _open_engine(engine, token_file)
+            results = _compare(left, right, Console(stderr=True))
     except ConfigError as error:
         _refuse(str(error))
     counts = Counter(str(result.outcome) for result in results)
     same = counts["same"] == len(results)
-    write_json(
-        json_path,
-        {"same": same, "counts": dict(counts), "tensors": [dataclasses.asdict(result) for result in results]},
-    )
-    if json_path != STDOUT:
+    if as_json:
+        tensors = [dataclasses.asdict(result) for result in results]
+        print_json({"same": same, "counts": dict(counts), "tensors": tensors})
+    else:
         _show(results, counts, limit)
     raise typer.Exit(code=0 if same else 1)
+
+
+def _open(argument: str, path: Path) -> Any:
+    """A checkpoint; a refusal says which argument it is about."""
+    try:
+        return importlib.import_module("awex_delta.compare.checkpoints").Checkpoint(path)
+    except ConfigError as error:
+        raise ConfigError(f"{argument}: {error}") from error
 
 
 def _open_engine(engine: list[str], token_file: Path | None) -> Any:
@@ -74,7 +77,7 @@ def _open_engine(engine: list[str], token_file: Path | None) -> Any:
             raise ConfigError(
                 f"ENGINE is {' '.join(engine)}: give one checkpoint, or one file of digests a rank"
             )
-        return importlib.import_module("awex_delta.compare.checkpoints").Checkpoint(Path(engine[0]))
+        return _open("ENGINE", Path(engine[0]))
     if len(digests) < len(engine):
         raise ConfigError(f"ENGINE is {' '.join(engine)}: give either a checkpoint or digests, not both")
     module = importlib.import_module("awex_delta.compare.engine_digests")
@@ -95,7 +98,10 @@ def _read(ref: str, token: str | None) -> bytes:
     try:
         return _ask(ref, token) if ref.startswith(_ADDRESS) else Path(ref).read_bytes()
     except OSError as error:  # what requests raises is one too
-        raise ConfigError(f"{ref} cannot be read: {error}") from error
+        raise ConfigError(
+            f"ENGINE: {ref!r} cannot be read ({error.strerror or error}); "
+            "give a file of digests, or an address that answers with them"
+        ) from error
 
 
 def _ask(url: str, token: str | None) -> bytes:
@@ -116,13 +122,14 @@ def _ask(url: str, token: str | None) -> bytes:
     return bytes(received)
 
 
-def _compare(compare: Any, left: Any, right: Any, console: Console) -> list[Any]:
+def _compare(left: Any, right: Any, console: Console) -> list[Any]:
+    compare = importlib.import_module("awex_delta.compare.tensors").compare
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeRemainingColumn())
     total = sum(entry.numel for entry in left.entries.values())
     results = []
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("comparing", total=total)
-        for result in compare.compare(left, right):
+        for result in compare(left, right):
             results.append(result)
             progress.update(task, advance=result.numel, description=result.name[-40:])
     return results

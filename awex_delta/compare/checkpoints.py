@@ -130,9 +130,8 @@ def _files_of(path: Path) -> list[Path]:
         return [path]
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else []
     if not files:
-        raise ConfigError(
-            f"{str(path)!r} holds no safetensors; give the folder of a HF checkpoint, or a .safetensors file"
-        )
+        what = "holds no safetensors" if path.exists() else "does not exist"
+        raise ConfigError(f"{str(path)!r} {what}; give the folder of a HF checkpoint, or a .safetensors file")
     return files
 
 

@@ -76,6 +76,28 @@ class ModelShape(Section):
         return value
 
 
+def find_preset(preset: str, folder: Path) -> Path:
+    """The file of a preset.
+
+    Args:
+        preset: the name of one in the folder, or a path.
+        folder: of presets; where there is none, only a path is found.
+
+    Raises:
+        ConfigError: there is neither; names those that there are.
+
+    Collective: no.
+    """
+    beside = folder / f"{preset}.yaml"
+    if beside.is_file():
+        return beside
+    if not Path(preset).exists():
+        known = ", ".join(sorted(path.stem for path in folder.glob("*.yaml")))
+        presets = f", or one of the presets {known}" if known else ""
+        raise ConfigError(f"there is no file {preset!r}. Remedy: give a YAML file{presets}")
+    return Path(preset)
+
+
 def read_preset(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """Read a YAML file of sections, and change single settings.
 

@@ -35,7 +35,9 @@ def render(history: RunHistory) -> str:
     """The whole page for a run."""
     summary, updates = summarize(history.updates), history.updates
     header = history.headers[-1]
-    title = f"Weight updates of {header.model}" if header.model else "Weight updates"
+    subject = header.model or history.file
+    title = f"Weight updates of {subject}" if subject else "Weight updates"
+    made = f"Made by awex-delta {__version__} from {history.file or 'a run log'}"
     body = [
         f"<header><h1>{escape(title)}</h1>{_about(history)}</header>",
         _lead(summary),
@@ -50,7 +52,7 @@ def render(history: RunHistory) -> str:
         _facts("Settings", header.settings),
         _facts("Environment", header.environment),
         "</section>",
-        f"<footer>Made by awex-delta {escape(__version__)} from a run log.</footer>",
+        f"<footer>{escape(made)}.</footer>",
     ]
     return _document(title, "\n".join(part for part in body if part))
 

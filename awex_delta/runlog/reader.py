@@ -25,11 +25,13 @@ class RunHistory:
     headers: one for each life of the training; at least one.
     updates: in the order in which they were attempted.
     notes: what a reader should know, such as a last line that was cut short.
+    file: name of the file; none where the run was not read from one.
     """
 
     headers: tuple[RunHeader, ...]
     updates: tuple[UpdateLine, ...]
     notes: tuple[str, ...] = ()
+    file: str = ""
 
 
 def read_run(path: str | Path) -> RunHistory:
@@ -64,7 +66,7 @@ def read_run(path: str | Path) -> RunHistory:
             f"Counts by layer and kind are those of {len(found)} of {wanted} trainer ranks: "
             f"put the other files ({rank_path(path, wanted - 1).name}, …) beside {path.name}."
         )
-    return RunHistory(headers=tuple(headers), updates=merged, notes=tuple(notes))
+    return RunHistory(headers=tuple(headers), updates=merged, notes=tuple(notes), file=path.name)
 
 
 def _places(

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from pydantic import Field
 
 from awex_delta import ConfigError, RolloutConfig, TrainEngineConfig
-from awex_delta.presets.files import ModelShape, read_preset
+from awex_delta.presets.files import ModelShape, find_preset, read_preset
 from awex_delta.schema import Section
 
 FOLDER = Path(__file__).parent
@@ -181,8 +181,7 @@ def load_settings(preset: str, overrides: Sequence[str] = ()) -> Settings:
 
 def preset_path(preset: str) -> Path:
     """The file of a preset: a path, or a name beside this module."""
-    beside = FOLDER / f"{preset}.yaml"
-    return beside if beside.is_file() else Path(preset)
+    return find_preset(preset, FOLDER)
 
 
 def _load(section: type[_Section], data: dict[str, Any], name: str) -> _Section:

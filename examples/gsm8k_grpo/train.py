@@ -274,7 +274,7 @@ def run(settings: Settings) -> list[float]:
             settings=delta,
             rank=dist.get_rank(),
             num_ranks=dist.get_world_size(),
-            model=path or "random weights",
+            model=path or f"{settings.model.architecture}, from random weights",
             topology={"trainer": settings.actor.backend, "engines": settings.rollout.backend},
         )
         history = rounds(one, sender, rollouts, log)

@@ -69,8 +69,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("run")
     write_run(folder / "RUN.jsonl")
     arguments = ["report", str(folder / "RUN.jsonl"), "-o", str(folder / "report.html")]
-    result = CliRunner().invoke(app, [*arguments, "--json", str(folder / "summary.json")])
+    result = CliRunner().invoke(app, [*arguments, "--json"])
     assert result.exit_code == 0, result.output
+    (folder / "summary.json").write_text(result.stdout)
     return folder
 
 

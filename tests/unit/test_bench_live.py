@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,9 +15,7 @@ from benchmarks import live
 from benchmarks.temporaries import LargestNew
 
 
-def test_without_vllm_the_numbers_are_null_and_the_reason_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_vllm_the_numbers_are_null_and_the_reason_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benchmarks.live.find_spec", lambda _: None)
     fields = ("parameters", "changed_share", "bytes_per_change", "delta_over_full_bytes")
     told: list[object] = []
@@ -30,18 +27,17 @@ def test_without_vllm_the_numbers_are_null_and_the_reason_is_said(
     )
     summary: dict[str, Any] = {**dict.fromkeys((*fields, *others), 1.0), "identical": True}
     summary["encoding"] = "ulp_zstd"
-    path = tmp_path / "sync.json"
 
     def measure(*given: object) -> dict[str, Any]:
         told.extend(given)
         return summary
 
     monkeypatch.setattr("benchmarks.sync._run_ranks", measure)
-    words = ["bench", "sync", "--lr", "3e-6", "--encoding", "ulp_zstd", "--json", str(path)]
+    words = ["bench", "sync", "--lr", "3e-6", "--encoding", "ulp_zstd", "--json"]
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 0, result.output
-    assert "vLLM is not installed: make vllm" in result.output
-    record = json.loads(path.read_text())
+    assert "vLLM is not installed: make vllm" in result.stderr
+    record = json.loads(result.stdout)
     assert told[2:4] == [3e-6, "ulp_zstd"]
     assert LIVE_FIELDS == live.KEYS
     assert {key: record[key] for key in live.KEYS} == dict.fromkeys(live.KEYS)

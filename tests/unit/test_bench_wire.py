@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from itertools import cycle
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,16 +20,14 @@ FIELDS = {
 }
 
 
-def test_the_command_writes_every_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_prints_every_row(monkeypatch: pytest.MonkeyPatch) -> None:
     changes = simulated(STEP, 300_000)
     monkeypatch.setattr("benchmarks.wire.demo", lambda: changes)
-    path, threads = tmp_path / "wire.json", torch.get_num_threads()
-    result = CliRunner().invoke(
-        app, ["bench", "wire", "--elements", "1000000", "--repeats", "1", "--json", str(path)]
-    )
+    threads = torch.get_num_threads()
+    result = CliRunner().invoke(app, ["bench", "wire", "--elements", "1000000", "--repeats", "1", "--json"])
     assert result.exit_code == 0, result.output
     assert torch.get_num_threads() == threads
-    record = json.loads(path.read_text())
+    record = json.loads(result.stdout)
     rows = record["rows"]
     scenarios = {row["scenario"] for row in rows}
     assert len(scenarios) == 3

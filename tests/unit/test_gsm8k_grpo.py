@@ -207,7 +207,7 @@ def test_more_minibatches_without_the_option_are_refused_and_it_is_named() -> No
 
 
 def test_a_missing_preset_and_an_unknown_section_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="nowhere"):
+    with pytest.raises(ConfigError, match=r"no file 'nowhere'.* presets qwen3_30b_a3b, .*tiny_cpu"):
         load_settings("nowhere")
     path = tmp_path / "x.yaml"
     path.write_text("actors: {}\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
 import sys
@@ -124,8 +125,8 @@ def test_the_same_run_makes_the_same_page() -> None:
     assert page_of(*UPDATES) == page_of(*UPDATES)
 
 
-def write_run(path: Path) -> None:
-    log = RunLog(path)
+def write_run(path: Path, model: str = "") -> None:
+    log = RunLog(path, model=model)
     verdict = Verdict(kind=Kind.DELTA, reason=Reason.NONE)
     stats = UpdateStats(
         version=3, verdict=verdict, total_changed=2, total_owned=8, full_bytes=9, total_wire_bytes=3
@@ -136,16 +137,27 @@ def write_run(path: Path) -> None:
 def test_the_command_writes_the_page_and_the_summary(tmp_path: Path) -> None:
     write_run(tmp_path / "RUN.jsonl")
     page = tmp_path / "out.html"
-    result = CliRunner().invoke(app, ["report", str(tmp_path / "RUN.jsonl"), "-o", str(page), "--json", "-"])
+    result = CliRunner().invoke(app, ["report", str(tmp_path / "RUN.jsonl"), "-o", str(page), "--json"])
     assert result.exit_code == 0
     assert json.loads(result.stdout)["delta_share"] == 0.25
     assert page.read_text() == render(read_run(tmp_path / "RUN.jsonl"))
 
 
+@pytest.mark.parametrize(
+    ("model", "named"), [("", "night <3>.jsonl"), ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B")]
+)
+def test_a_page_is_called_after_the_model_or_else_the_file(model: str, named: str, tmp_path: Path) -> None:
+    write_run(tmp_path / "night <3>.jsonl", model)
+    page = render(read_run(tmp_path / "night <3>.jsonl"))
+    for tag in ("title", "h1"):
+        assert f"<{tag}>Weight updates of {html.escape(named)}</{tag}>" in page
+    assert "from night &lt;3&gt;.jsonl.</footer>" in page
+
+
 def test_the_command_refuses_before_it_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_run(tmp_path / "RUN.jsonl")
     run, absent = str(tmp_path / "RUN.jsonl"), str(tmp_path / "absent" / "file")
-    for arguments in (["-o", absent], ["--json", absent], ["-o", str(tmp_path)]):
+    for arguments in (["-o", absent], ["-o", str(tmp_path)]):
         result = CliRunner().invoke(app, ["report", run, *arguments])
         assert result.exit_code == 2
         assert "cannot be written" in " ".join(result.output.replace("│", " ").split())
@@ -189,14 +201,11 @@ def test_a_kind_that_looks_like_a_colour_is_drawn_as_text() -> None:
     assert "<code>#01ffff</code>" in page
 
 
-@pytest.mark.parametrize("option", ["--output", "--json"])
-def test_the_run_is_never_written_over(option: str, tmp_path: Path) -> None:
+def test_the_run_is_never_written_over(tmp_path: Path) -> None:
     run = tmp_path / "RUN.jsonl"
     RunLog(run)
     before = run.read_bytes()
     (tmp_path / "link").symlink_to(run)
     for target in (run, tmp_path / "link"):
-        result = CliRunner().invoke(
-            app, ["report", str(run), "-o", str(tmp_path / "page"), option, str(target)]
-        )
+        result = CliRunner().invoke(app, ["report", str(run), "-o", str(target)])
         assert (result.exit_code, run.read_bytes()) == (2, before)

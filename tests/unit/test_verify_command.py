@@ -99,7 +99,7 @@ def test_missing_extra_other_dtype_and_other_shape(tmp_path: Path) -> None:
         NORM: Outcome.MISSING,
         "model.extra": Outcome.EXTRA,
     }
-    record = json.loads(run(a, b, "--json", "-").stdout)
+    record = json.loads(run(a, b, "--json").stdout)
     assert (record["same"], record["counts"]["missing"]) == (False, 1)
     details = {tensor["name"]: tensor["detail"] for tensor in record["tensors"]}
     assert details[DOWN] == "trainer bfloat16 [8, 12], engine float32 [8, 12]"
@@ -205,6 +205,13 @@ def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
     for bad in ("absent", "empty", "bad.safetensors"):
         result = run(good, tmp_path / bad)
         assert (result.exit_code, str(tmp_path / bad) in result.output) == (2, True)
+    for sides, named in (
+        (("absent", good), "TRAINER: 'absent' does not exist; give the folder of a HF checkpoint"),
+        ((good, "absent"), "ENGINE: 'absent' does not exist; give the folder of a HF checkpoint"),
+        ((good, "absent.json"), "ENGINE: 'absent.json' cannot be read (No such file or directory); give a"),
+    ):
+        result = run(*sides)
+        assert (result.exit_code, named in result.output) == (2, True)
     assert run(good, good, good).exit_code == 2
     (good / "model-1.safetensors").unlink()
     result = run(good, good)
