@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import TypeAlias, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from awex_delta.gateway.models import EngineReadiness, UpdateAnswer
 
 _SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
+_MAX_WORDS = 32  # of a pair that a side may choose, such as names of phases; more are counted as "other"
+
+Family: TypeAlias = Counter | Gauge | Histogram
+One = TypeVar("One", Counter, Gauge, Histogram)
 
 
 class Metrics:
@@ -62,26 +67,26 @@ class Metrics:
             ("pair", "engine"),
             registry=registry,
         )
-        self._shown: dict[str, frozenset[str]] = {}
+        self._series: dict[str, set[tuple[Family, tuple[str, ...]]]] = {}
 
     def updated(self, answer: UpdateAnswer) -> None:
         """Count a committed update."""
         pair = answer.pair
-        self._updates.labels(pair, answer.kind, answer.reason).inc()
-        self._bytes.labels(pair, answer.kind).inc(answer.bytes)
-        self._version.labels(pair).set(answer.version)
+        self._of(self._updates, pair, answer.kind, self._word(self._updates, pair, answer.reason)).inc()
+        self._of(self._bytes, pair, answer.kind).inc(answer.bytes)
+        self._of(self._version, pair).set(answer.version)
         if answer.changed_share is not None:
-            self._share.labels(pair).set(answer.changed_share)
+            self._of(self._share, pair).set(answer.changed_share)
         for phase, seconds in answer.phases.items():
-            self._phases.labels(pair, phase).observe(seconds)
+            self._of(self._phases, pair, self._word(self._phases, pair, phase)).observe(seconds)
 
     def failed(self, pair: str, verb: str) -> None:
         """Count a call that failed at a side."""
-        self._failures.labels(pair, verb).inc()
+        self._of(self._failures, pair, verb).inc()
 
     def refused(self, pair: str, verb: str) -> None:
         """Count a call that was refused."""
-        self._refused.labels(pair, verb).inc()
+        self._of(self._refused, pair, verb).inc()
 
     def engines(self, pair: str, engines: Iterable[EngineReadiness]) -> None:
         """Note which engines are ready."""
@@ -93,11 +98,29 @@ class Metrics:
 
     def _show(self, pair: str, ready: Mapping[str, int]) -> None:
         """All engines of a pair; one that is no longer among them is no longer shown."""
-        for gone in self._shown.get(pair, frozenset()) - ready.keys():
-            self._ready.remove(pair, gone)
-        self._shown[pair] = frozenset(ready)
+        for url in self._last_labels(self._ready, pair) - ready.keys():
+            self._ready.remove(pair, url)
+            self._series[pair].remove((self._ready, (url,)))
         for url, value in ready.items():
-            self._ready.labels(pair, url).set(value)
+            self._of(self._ready, pair, url).set(value)
+
+    def forget(self, pair: str) -> None:
+        """Show nothing of a pair any more."""
+        for family, labels in self._series.pop(pair, ()):
+            family.remove(pair, *labels)
+
+    def _of(self, family: One, pair: str, *labels: str) -> One:
+        """One series, noted so that it can be forgotten with its pair."""
+        self._series.setdefault(pair, set()).add((family, labels))
+        return family.labels(pair, *labels)
+
+    def _word(self, family: Family, pair: str, word: str) -> str:
+        """What a side chose as a label, unless it chose too many."""
+        known = self._last_labels(family, pair)
+        return word if word in known or len(known) < _MAX_WORDS else "other"
+
+    def _last_labels(self, family: Family, pair: str) -> set[str]:
+        return {labels[-1] for one, labels in self._series.get(pair, ()) if one is family}
 
     def text(self) -> bytes:
         """All numbers, as Prometheus reads them."""
