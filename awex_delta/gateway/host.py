@@ -33,7 +33,7 @@ from awex_delta.gateway.side_models import (
     SideState,
     SideUpdate,
 )
-from awex_delta.gateway.sides import End, Holding, Order, Side
+from awex_delta.gateway.sides import End, Order, Side
 from awex_delta.rendezvous import Rendezvous
 
 logger = logging.getLogger(__name__)
@@ -48,20 +48,18 @@ class Slot:
     """This side's part of one pair.
 
     connected: it has met the other side, and has not left since.
-    left: what it held as it left; None before.
     attempt, answer: the last update, and how it ended.
     """
 
     connection: str
     end: End
     connected: bool = False
-    left: Holding | None = None
     attempt: int = 0
     answer: SideAnswer | Problem | None = None
 
     def view(self) -> PairOnSide:
         """What the side holds, as JSON."""
-        holding = self.left or self.end.holding()
+        holding = self.end.holding()
         return PairOnSide(
             connection=self.connection,
             connected=self.connected,
@@ -180,8 +178,7 @@ class SideHost:
         try:
             await self._run(f"disconnect of pair {call.pair}", slot.end.close)
         finally:  # a side that could not say goodbye is gone nevertheless
-            slot = replace(slot, connected=False, left=slot.end.holding())
-            self._slots[call.pair] = slot
+            self._slots[call.pair] = slot = replace(slot, connected=False)
         return SideAnswer(pair=slot.view())
 
     async def digests(self) -> DigestFile:
