@@ -32,6 +32,7 @@ from awex_delta.gateway.models import (
     Health,
     Name,
     PairAnswer,
+    PairConfig,
     Problem,
     UpdateAnswer,
     UpdateRequest,
@@ -76,7 +77,7 @@ class Gateway:
             Rejection: 422 where its settings cannot work, 409 where too many pairs are in use.
         """
         try:
-            resolve(request.config.train, request.config.rollout)
+            _check_config(request.config)
         except ConfigError as error:
             raise Rejection(422, Problem(error="invalid", detail=str(error))) from error
         if request.pair not in self._pairs:
@@ -98,6 +99,15 @@ class Gateway:
         """Wait for what is under way, and close all connections. Sides stay connected to each other."""
         await asyncio.gather(*(pair.settle() for pair in self._pairs.values()))
         await self.means.sides.close()
+
+
+def _check_config(config: PairConfig) -> None:
+    transport = resolve(config.train, config.rollout).settings.transport
+    if transport != "p2p":
+        raise ConfigError(
+            f"config.train.weight_update_transport = {transport!r}: the gateway connects ranks, and through "
+            "a folder none are connected. Remedy: p2p, or no gateway"
+        )
 
 
 def create_app(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -84,6 +85,7 @@ class SideHost:
             side: what stands behind the router.
         """
         self._side = side
+        self._id = secrets.token_hex(16)
         self._slots: dict[str, Slot] = {}
         self._busy = ""
         ready = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
@@ -97,6 +99,7 @@ class SideHost:
     def state(self) -> SideState:
         """Who this side is and what it holds."""
         return SideState(
+            id=self._id,
             role=self._side.role,
             kind=self._side.kind,
             num_ranks=self._side.num_ranks,
