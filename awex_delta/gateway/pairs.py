@@ -105,6 +105,7 @@ class Pair:
         self._record = Record(request=request)
         self._work: asyncio.Task[None] | None = None
         self._forgotten = False
+        self._look: tuple[Record, asyncio.Task[Mapping[str, SideState | SideFailure]]] | None = None
 
     @property
     def record(self) -> Record:
@@ -156,7 +157,7 @@ class Pair:
     async def answer(self) -> PairAnswer:
         """Where the pair stands, with what its engines say of themselves now."""
         asked = self._record
-        states = await self._means.sides.states(asked.request.engines, seconds=_STATE_SECONDS)
+        states = await self._engine_states()
         record = self._record
         pair = record.request.pair
         engines = tuple(readiness(pair, record.version, url, state) for url, state in states.items())
@@ -173,6 +174,14 @@ class Pair:
             engines=engines,
             ready=all(engine.ready for engine in engines),
         )
+
+    async def _engine_states(self) -> Mapping[str, SideState | SideFailure]:
+        """What engines say. Of many who look at once, one asks: nobody needs a token to look."""
+        record = self._record
+        if self._look is None or self._look[0] is not record or self._look[1].done():
+            asking = self._means.sides.states(record.request.engines, seconds=_STATE_SECONDS)
+            self._look = record, asyncio.ensure_future(asking)
+        return await asyncio.shield(self._look[1])
 
     def forget(self) -> None:
         """Take a pair that is disconnected out of the metrics, for ever."""
