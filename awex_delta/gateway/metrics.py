@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import TypeAlias, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -20,52 +21,30 @@ class Metrics:
     """The numbers of one gateway, in a registry of their own."""
 
     def __init__(self) -> None:
-        self._registry = registry = CollectorRegistry()
-        self._updates = Counter(
-            "awex_delta_updates",
-            "Committed updates.",
-            ("pair", "kind", "reason"),
-            registry=registry,
-        )
-        self._failures = Counter(
-            "awex_delta_failures",
-            "Calls that failed at a side.",
-            ("pair", "verb"),
-            registry=registry,
-        )
-        self._refused = Counter(
-            "awex_delta_refused",
-            "Calls that did not fit the state of their pair.",
-            ("pair", "verb"),
-            registry=registry,
-        )
-        self._bytes = Counter(
-            "awex_delta_wire_bytes",
-            "Payload that trainers sent.",
-            ("pair", "kind"),
-            registry=registry,
-        )
-        self._share = Gauge(
+        self._registry = CollectorRegistry()
+        counter, gauge = partial(Counter, registry=self._registry), partial(Gauge, registry=self._registry)
+        verb, kind = ("pair", "verb"), ("pair", "kind")
+        self._updates = counter("awex_delta_updates", "Committed updates.", (*kind, "reason"))
+        self._failures = counter("awex_delta_failures", "Calls that failed at a side.", verb)
+        self._refused = counter("awex_delta_refused", "Calls that did not fit the state of their pair.", verb)
+        self._bytes = counter("awex_delta_wire_bytes", "Payload that trainers sent.", kind)
+        self._share = gauge(
             "awex_delta_changed_share",
             "Share of the owned elements that the last update with a detection sent as changed.",
             ("pair",),
-            registry=registry,
         )
         self._phases = Histogram(
             "awex_delta_phase_seconds",
             "Time of the slowest trainer rank.",
             ("pair", "phase"),
             buckets=_SECONDS,
-            registry=registry,
+            registry=self._registry,
         )
-        self._version = Gauge(
-            "awex_delta_version", "The last committed version.", ("pair",), registry=registry
-        )
-        self._ready = Gauge(
+        self._version = gauge("awex_delta_version", "The last committed version.", ("pair",))
+        self._ready = gauge(
             "awex_delta_engine_ready",
             "1 where an engine may serve the pair's version, as last heard of.",
             ("pair", "engine"),
-            registry=registry,
         )
         self._series: dict[str, set[tuple[Family, tuple[str, ...]]]] = {}
 
