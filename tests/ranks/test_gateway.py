@@ -345,7 +345,7 @@ def test_ready_senders_and_receivers_keep_their_own_meeting_point_and_state() ->
         async with world() as w:
             trainer, engine = new_trainer(), DictEngine(SHAPES)
             meeting = Rendezvous(num_engine_ranks=1, num_trainer_ranks=1, store=HashStore())
-            settings = DeltaSettings(timeout_seconds=8.0, connect_timeout_seconds=2.0)
+            settings = DeltaSettings(timeout_seconds=8.0, connect_timeout_seconds=4.0)
             sender = Sender(trainer, meeting, 0, settings)
             receiver = Receiver(engine, meeting, 0, "e", settings)
             w.hosts.apps["t"] = app_of(trainer_router({"a": sender}, token=TOKEN))
