@@ -19,7 +19,7 @@ from awex_delta.plan.ledger import EngineLedger, check_version
 from awex_delta.plan.regions import Region, dense_volume
 from awex_delta.plan.specs import EngineSpec, TensorSpec, dtype_name
 from awex_delta.rendezvous import Rendezvous
-from awex_delta.session import Session, Stopwatch
+from awex_delta.session import Session, Stopwatch, in_step
 from awex_delta.staging import StagedChange, Staging
 from awex_delta.types import DeltaSettings, EngineView, UpdateStats
 from awex_delta.verdict import Kind
@@ -135,7 +135,7 @@ class Receiver:
         """
         check_version(version)
         watch = Stopwatch()
-        with self._session.in_step():
+        with in_step(self._comm):
             self._session.ensure_connected(f"version {version}")
             watch.lap("connect")
             decision = self._session.propose(self._proposal(version))

@@ -144,10 +144,10 @@ class TrainEngineConfig(_SideConfig):
     """`power_of_two`: trainer and engine ranks together must be a power of two, which the transfer
     schedule fits exactly. `any`: pad the schedule instead; some ranks then idle in some rounds."""
 
-    weight_update_timeout_seconds: float = Field(default=300.0, gt=0, allow_inf_nan=False)
+    weight_update_timeout_seconds: float = Field(default=300.0, gt=0, le=1e6, allow_inf_nan=False)
     """Longest wait for a peer inside one update, in seconds."""
 
-    weight_update_connect_timeout_seconds: float = Field(default=300.0, gt=0, allow_inf_nan=False)
+    weight_update_connect_timeout_seconds: float = Field(default=300.0, gt=0, le=1e6, allow_inf_nan=False)
     """Longest wait for all ranks to meet when connecting, in seconds."""
 
     weight_update_release_grad_buffers: bool = False

@@ -16,7 +16,7 @@ from awex_delta.plan.regions import dense_volume
 from awex_delta.rendezvous import Rendezvous
 from awex_delta.routes import convert_all
 from awex_delta.runlog.tally import count_parts
-from awex_delta.session import Stopwatch
+from awex_delta.session import Stopwatch, in_step
 from awex_delta.trainer_end import TrainerEnd
 from awex_delta.types import DeltaSettings, Detection, PartCount, TrainerView, UpdateStats
 from awex_delta.verdict import Kind, Reason
@@ -115,7 +115,7 @@ class Sender(TrainerEnd):
         check_version(version)
         watch = Stopwatch()
         try:
-            with self._session.in_step():
+            with in_step(self._comm):
                 self._join(f"version {version}")
                 watch.lap("connect")
                 detection = self._detect(version)

@@ -54,6 +54,22 @@ def _clip(text: str) -> str:
     return text.encode("ascii", "backslashreplace").decode()[:_DETAIL_CHARS]
 
 
+@contextmanager
+def in_step(comm: Comm) -> Iterator[None]:
+    """Leave the epoch when anything but an agreed failure ends an update here. Collective: no.
+
+    The peers, who do not know of it, then hear at once, and never take this rank's next message for the one
+    that they wait for.
+    """
+    try:
+        yield
+    except UpdateError:
+        raise
+    except BaseException:
+        comm.abandon()
+        raise
+
+
 class Stopwatch:
     """Seconds by phase."""
 
@@ -161,21 +177,6 @@ class Session:
         digests = self.comm.gather(self.plan.digest.to_bytes(8, "little"), width=16, phase="plan")
         if len(set(digests)) > 1:
             raise LockstepError("ranks computed different transfer plans: do all run the same versions?")
-
-    @contextmanager
-    def in_step(self) -> Iterator[None]:
-        """Leave the epoch when anything but an agreed failure ends an update here. Collective: no.
-
-        The peers, who do not know of it, then hear at once, and never take this rank's next message for
-        the one that they wait for.
-        """
-        try:
-            yield
-        except UpdateError:
-            raise
-        except BaseException:
-            self.comm.abandon()
-            raise
 
     def propose(self, proposal: Proposal) -> Decision:
         """Tell all ranks what this rank holds and doubts, and conclude together.

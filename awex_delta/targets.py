@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from awex_delta.comm import Comm
-from awex_delta.errors import AwexDeltaError, ConfigError, LockstepError
+from awex_delta.errors import AwexDeltaError, ConfigError, LockstepError, UpdateAborted
 from awex_delta.plan.ledger import check_version
 from awex_delta.rendezvous import Rendezvous
 from awex_delta.sender import Sender
+from awex_delta.session import in_step
 from awex_delta.types import DeltaSettings, SharedTrainerView, TrainerView, UpdateStats
 
 
@@ -168,30 +169,31 @@ class Targets:
             Which targets committed, and which failed. A target that failed did not stop the others.
 
         Raises:
-            ConfigError: a target is not known, or a version is none.
+            ConfigError: a target is not known, or a version is none. The other ranks hear of it at once.
+            UpdateAborted: another rank could not begin; says which, and why. Nothing was sent.
             LockstepError: trainer ranks were given different targets or versions. Nothing was sent.
             ConnectError, PeerError: a trainer rank is missing.
 
         Collective: yes, over all trainer ranks, and with each target over its engine ranks.
         """
-        for name, version in versions.items():
-            self[name]
-            check_version(version)
+        order, refused = self._order(versions)
         try:
-            absent = self._begin(versions)
-            committed: dict[str, UpdateStats] = {}
-            failed: dict[str, str] = {}
-            for name in self:
-                if name in absent:
-                    failed[name] = absent[name]
-                elif name in versions:
-                    stats, failed[name] = self._update(name, versions[name])
-                    if stats is not None and not failed[name]:
-                        committed[name] = stats
-        except BaseException:
-            self._meeting.abandon()
+            with in_step(self._meeting):
+                absent = self._begin(order, refused)
+        except AwexDeltaError as error:
+            if refused is not None:
+                raise refused from error  # what is wrong here tells more than how the others took it
             raise
-        return TargetsUpdate(committed=committed, failed={n: why for n, why in failed.items() if why})
+        committed: dict[str, UpdateStats] = {}
+        failed: dict[str, str] = {}
+        with in_step(self._meeting):
+            for name, version in order:
+                stats, why = (None, absent[name]) if name in absent else self._update(name, version)
+                if why:
+                    failed[name] = why
+                elif stats is not None:
+                    committed[name] = stats
+        return TargetsUpdate(committed=committed, failed=failed)
 
     def close(self) -> None:
         """Leave all targets. Collective: no."""
@@ -199,15 +201,29 @@ class Targets:
             self.remove(name)
         self._meeting.close()
 
-    def _begin(self, versions: Mapping[str, int]) -> Mapping[str, str]:
+    def _order(self, versions: Mapping[str, int]) -> tuple[list[tuple[str, int]], Exception | None]:
+        """Targets and versions in the order in which they are served, or why this rank cannot begin."""
+        try:
+            for name, version in versions.items():
+                self[name]
+                check_version(version)
+            return [(name, versions[name]) for name in self if name in versions], None
+        except Exception as error:  # noqa: BLE001 - the other ranks must hear of it, whatever it was
+            return [], error
+
+    def _begin(self, order: list[tuple[str, int]], refused: Exception | None) -> Mapping[str, str]:
         """Agree on what to do. Returns the targets to pass over, and why, as rank 0 sees it."""
-        if not self._meeting.usable(f"targets {sorted(versions.items())}"):
+        if not self._meeting.usable(f"targets {order}"):
             self._meeting.connect()
         mine = {
-            "order": [[name, versions[name]] for name in self if name in versions],
-            "absent": {name: self._absence(name) for name in versions} if self._rank == 0 else {},
+            "order": order,
+            "absent": {name: self._absence(name) for name, _ in order} if self._rank == 0 else {},
+            "refused": "" if refused is None else f"{type(refused).__name__}: {refused}",
         }
         rows = self._meeting.gather_json(mine, phase="targets")
+        said = _said(row["refused"] for row in rows)
+        if said:
+            raise UpdateAborted(f"no target was begun: {said}")
         orders = [row["order"] for row in rows]
         if any(order != orders[0] for order in orders):
             raise LockstepError(f"trainer ranks were given different targets or versions: {orders}")
@@ -233,6 +249,9 @@ class Targets:
             stats = self[name].update_weights(version)
         except Exception as error:  # noqa: BLE001 - the other targets and ranks go on, whatever it was
             failure = f"{type(error).__name__}: {error}"
-        rows: list[Any] = self._meeting.gather_json(failure, phase=f"end of target {name!r}")
-        said = [f"trainer rank {rank}: {text}" for rank, text in enumerate(rows) if text]
-        return stats, "; ".join(said)
+        return stats, _said(self._meeting.gather_json(failure, phase=f"end of target {name!r}"))
+
+
+def _said(texts: Iterable[Any]) -> str:
+    """What the ranks said, one after the other; a rank without a text said nothing."""
+    return "; ".join(f"trainer rank {rank}: {text}" for rank, text in enumerate(texts) if text)

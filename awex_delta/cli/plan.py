@@ -20,6 +20,7 @@ from awex_delta.presets.forecast import SHARES, Memory, RunPlan, plan_run
 
 app = typer.Typer(add_completion=False)
 
+_MAX_SHOWN = 8  # ranks of a group, and groups
 _READ = ("actor", "rollout", "model")  # sections
 _PRESETS = Path(__file__).parents[2] / "examples" / "gsm8k_grpo"
 
@@ -105,7 +106,7 @@ def show(found: RunPlan, console: Console) -> None:
     )
     rows.add_row("parameters", f"{counts.total:,}, of which experts {counts.experts:,}")
     for owners in found.owners:
-        groups = "  ".join("+".join(map(str, group)) for group in owners.groups)
+        groups = _first("  ", [_first("+", group) for group in owners.groups])
         rows.add_row("owners", f"{owners.kind}: trainer ranks {groups}")
     rows.add_row("memory, trainer rank", _memory(found.trainer_memory))
     rows.add_row("", f"and in a full sync up to {_size(found.conversion_bytes)} of converted weights")
@@ -120,6 +121,12 @@ def show(found: RunPlan, console: Console) -> None:
     console.print(_traffic(found))
     for name, value in found.environment.items():
         console.print(f"export {name}={value}")
+
+
+def _first(separator: str, items: Sequence[object]) -> str:
+    """The first of them for a person; --json has all."""
+    shown = separator.join(map(str, items[:_MAX_SHOWN]))
+    return shown if len(items) <= _MAX_SHOWN else f"{shown}{separator}... ({len(items)} in all)"
 
 
 def _traffic(found: RunPlan) -> Table:

@@ -37,16 +37,15 @@ class EngineControl:
 
     def load(self, named_tensors: list[tuple[str, torch.Tensor]], *, flush: bool) -> None:
         """See `SglangControl.load`."""
-        self._engine.begin_weight_update("target")
         try:
+            _require(self._engine.begin_weight_update("target"))
             answer = self._engine.update_weights_from_tensor(
                 named_tensors, load_format=LOAD_FORMAT, flush_cache=flush
             )
-        finally:
-            self._engine.end_weight_update()
-        worked, said = answer[0], answer[1]
-        if worked is not True:
-            raise UpdateError(f"SGLang refused the update: {said}")
+            _require(answer)
+        finally:  # also what an earlier failure left open, for which SGLang refuses to begin
+            ended = self._engine.end_weight_update()
+        _require(ended)
 
     def publish(self, version: str) -> None:
         """See `SglangControl.publish`. Running requests go on."""
@@ -54,6 +53,11 @@ class EngineControl:
 
         request = UpdateWeightVersionReqInput(new_version=version, abort_all_requests=False)
         self._engine.loop.run_until_complete(self._engine.tokenizer_manager.update_weight_version(request))
+
+
+def _require(answer: Any) -> None:
+    if answer[0] is not True:
+        raise UpdateError(f"SGLang refused the update: {answer[1]}")
 
 
 class SglangDriver:

@@ -215,6 +215,7 @@ class VllmDriver:
         self._control = control
         self._running: Running = running
         self._stopped = False
+        self._keep_stopped = False
         self._version: int | None = None
 
     @property
@@ -224,7 +225,7 @@ class VllmDriver:
 
     @property
     def stopped(self) -> bool:
-        """True while requests stand still after an update that failed, or one that still runs."""
+        """True from before requests are stopped until vLLM says that it schedules them again."""
         return self._stopped
 
     def connect(self, info: Mapping[str, Any]) -> None:
@@ -237,15 +238,19 @@ class VllmDriver:
         Args:
             info: from `init_info`.
 
+        Raises:
+            UpdateError: vLLM does not let requests go on.
+
         Collective: over all trainer and engine ranks: the trainer's `connect` must run meanwhile.
         """
-        self._stopped = self._stopped or self._control.paused()
+        self._keep_stopped = self._keep_stopped or self._control.paused()
+        self._stopped = True
         self._control.pause("keep")
         try:
             self._control.init(info)
         finally:
-            if not self._stopped:
-                self._control.resume()
+            if not self._keep_stopped:
+                self.resume()
 
     def update_weights(self, version: int) -> None:
         """Take the deployment to `version`, drop its prefix cache once, and let requests go on.
@@ -254,13 +259,14 @@ class VllmDriver:
             version: the one that the trainer sends meanwhile.
 
         Raises:
-            UpdateError: the cache could not be dropped. Requests stay stopped.
+            UpdateError: the cache could not be dropped, or vLLM does not let requests go on. They stay
+                stopped.
 
         Whatever else vLLM raises when a worker fails passes through, and requests stay stopped.
 
         Collective: over all trainer and engine ranks.
         """
-        self._stopped = True
+        self._stopped = self._keep_stopped = True
         self._control.pause(_MODES[self._running])
         self._control.start()
         self._control.update({"version": version})
@@ -278,9 +284,18 @@ class VllmDriver:
         self._control.leave()
 
     def resume(self) -> None:
-        """Let requests go on after a failed update, with the weights as they are. Collective: no."""
+        """Let requests go on after a failed update, with the weights as they are. Collective: no.
+
+        Raises:
+            UpdateError: vLLM says afterwards that it schedules none.
+        """
         self._control.resume()
-        self._stopped = False
+        if self._control.paused():
+            raise UpdateError(
+                "vLLM was told to schedule requests again, and says that it does not (is it asleep?): "
+                "wake it up, then update again"
+            )
+        self._stopped = self._keep_stopped = False
 
 
 def init_info(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -100,12 +101,13 @@ def engine_side(engine: Any, *, num_ranks: int | None = None) -> Side:
         )
     if _is(engine, "vllm", "AsyncLLM"):
         ranks = _vllm_ranks(engine.vllm_config)
-        return _engine("vLLM", lambda order: VllmEnd(_async_driver(engine, order), order), num_ranks=ranks)
+        # One driver for all pairs: it knows of requests that stand still since one of them failed.
+        on_loop = cache(lambda loop: VllmDriver(AsyncControl(engine, loop)))
+        return _engine("vLLM", lambda order: VllmEnd(on_loop(_loop(order)), order), num_ranks=ranks)
     if _is(engine, "vllm", "LLM"):
         ranks = _vllm_ranks(engine.llm_engine.vllm_config)
-        return _engine(
-            "vLLM", lambda order: VllmEnd(VllmDriver(OfflineControl(engine)), order), num_ranks=ranks
-        )
+        driver = VllmDriver(OfflineControl(engine))
+        return _engine("vLLM", lambda order: VllmEnd(driver, order), num_ranks=ranks)
     if _is(engine, "sglang", "Engine"):
         ranks = int(engine.server_args.tp_size)
         return _engine("SGLang", lambda order: _sglang_end(engine, order, ranks), num_ranks=ranks)
@@ -240,8 +242,8 @@ def _vllm_ranks(config: Any) -> int:
     return int(config.parallel_config.world_size * config.parallel_config.data_parallel_size)
 
 
-def _async_driver(llm: Any, order: Order) -> VllmDriver:
-    return VllmDriver(AsyncControl(llm, order.loop or asyncio.get_running_loop()))
+def _loop(order: Order) -> asyncio.AbstractEventLoop:
+    return order.loop or asyncio.get_running_loop()
 
 
 def _sglang_end(engine: Any, order: Order, num_ranks: int) -> End:

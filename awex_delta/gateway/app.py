@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Annotated
+from weakref import WeakValueDictionary
 
 import httpx
 from fastapi import APIRouter, FastAPI, Path
@@ -32,14 +32,17 @@ from awex_delta.gateway.models import (
     Health,
     Name,
     PairAnswer,
+    PairConfig,
     Problem,
     UpdateAnswer,
     UpdateRequest,
 )
 from awex_delta.gateway.pairs import Means, Pair
+from awex_delta.gateway.states import PairState
 from awex_delta.gateway.token import check_token
 
 MAX_PAIRS = 256
+"""How many pairs a gateway knows. Of those that are disconnected it forgets the oldest for a new one."""
 
 _DESCRIPTION = """\
 Connects trainers to inference engines and moves them from version to version. Every POST asks for
@@ -60,7 +63,7 @@ class Gateway:
         return dict(self._pairs)
 
     def pair(self, name: str) -> Pair:
-        """A pair that was connected once. Raises Rejection 404."""
+        """A pair that was connected once, and is not forgotten. Raises Rejection 404."""
         if name not in self._pairs:
             raise Rejection(
                 404, Problem(error="unknown_pair", detail=f"no pair {name}: POST /connect makes it")
@@ -71,20 +74,40 @@ class Gateway:
         """The pair that a request names, made where it is new.
 
         Raises:
-            Rejection: 422 where its settings cannot work, 409 where there are too many pairs.
+            Rejection: 422 where its settings cannot work, 409 where too many pairs are in use.
         """
         try:
-            resolve(request.config.train, request.config.rollout)
+            _check_config(request.config)
         except ConfigError as error:
             raise Rejection(422, Problem(error="invalid", detail=str(error))) from error
-        if request.pair not in self._pairs and len(self._pairs) >= MAX_PAIRS:
-            raise Rejection(409, Problem(error="conflict", detail=f"there are {MAX_PAIRS} pairs already"))
-        return self._pairs.setdefault(request.pair, Pair(request, self.means))
+        if request.pair not in self._pairs:
+            self._make_room()
+            self._pairs[request.pair] = Pair(request, self.means)
+        return self._pairs[request.pair]
+
+    def _make_room(self) -> None:
+        """Forget the pair that has been disconnected for longest, where there are as many as may be."""
+        if len(self._pairs) < MAX_PAIRS:
+            return
+        left = [name for name, pair in self._pairs.items() if pair.record.state is PairState.DISCONNECTED]
+        if not left:
+            text = f"there are {MAX_PAIRS} pairs, all that one gateway serves: disconnect one of them first"
+            raise Rejection(409, Problem(error="conflict", detail=text))
+        self._pairs.pop(min(left, key=lambda name: self._pairs[name].record.since)).forget()
 
     async def close(self) -> None:
         """Wait for what is under way, and close all connections. Sides stay connected to each other."""
         await asyncio.gather(*(pair.settle() for pair in self._pairs.values()))
         await self.means.sides.close()
+
+
+def _check_config(config: PairConfig) -> None:
+    transport = resolve(config.train, config.rollout).settings.transport
+    if transport != "p2p":
+        raise ConfigError(
+            f"config.train.weight_update_transport = {transport!r}: the gateway connects ranks, and through "
+            "a folder none are connected. Remedy: p2p, or no gateway"
+        )
 
 
 def create_app(
@@ -118,7 +141,7 @@ def create_app(
         sides=sides,
         meeter=Meeter(meeting_host, meeting_port),
         metrics=Metrics(),
-        locks=defaultdict(asyncio.Lock),
+        locks=WeakValueDictionary(),
         update_seconds=update_seconds,
     )
     gateway = Gateway(means)

@@ -16,6 +16,9 @@ from awex_delta.gateway.side_models import Attempt, SideAnswer, SideState, Verb
 _MAX_ANSWER_BYTES = 1 << 20
 _MAX_TEXT_CHARS = 4000  # of what a side says of a failure; it is shown and logged
 _CONNECT_SECONDS = 10.0
+_IDLE_SECONDS = (
+    2.0  # less than the 5 after which uvicorn closes a connection, maybe as a request is under way
+)
 
 Answer = TypeVar("Answer")
 Model = TypeVar("Model", bound=BaseModel)
@@ -91,7 +94,9 @@ class Sides:
                 headers=self._headers,
                 trust_env=False,
                 follow_redirects=False,
-                limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
+                limits=httpx.Limits(
+                    max_connections=None, max_keepalive_connections=64, keepalive_expiry=_IDLE_SECONDS
+                ),
             )
         return self._client
 
@@ -128,7 +133,8 @@ class Sides:
                 status=response.status_code, text=f"answers {response.status_code}: is a side's router there?"
             )
         said = f"{problem.error}: {problem.detail}"[:_MAX_TEXT_CHARS]
-        return SideFailure(status=response.status_code, text=said)
+        plain = "".join(one if one.isprintable() else " " for one in said)  # it becomes one line of a log
+        return SideFailure(status=response.status_code, text=plain)
 
 
 def _parsed(model: type[Model], text: bytes) -> Model | SideFailure:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -33,7 +34,7 @@ from awex_delta.gateway.side_models import (
     SideState,
     SideUpdate,
 )
-from awex_delta.gateway.sides import End, Holding, Order, Side
+from awex_delta.gateway.sides import End, Order, Side
 from awex_delta.rendezvous import Rendezvous
 
 logger = logging.getLogger(__name__)
@@ -48,20 +49,18 @@ class Slot:
     """This side's part of one pair.
 
     connected: it has met the other side, and has not left since.
-    left: what it held as it left; None before.
     attempt, answer: the last update, and how it ended.
     """
 
     connection: str
     end: End
     connected: bool = False
-    left: Holding | None = None
     attempt: int = 0
     answer: SideAnswer | Problem | None = None
 
     def view(self) -> PairOnSide:
         """What the side holds, as JSON."""
-        holding = self.left or self.end.holding()
+        holding = self.end.holding()
         return PairOnSide(
             connection=self.connection,
             connected=self.connected,
@@ -86,6 +85,7 @@ class SideHost:
             side: what stands behind the router.
         """
         self._side = side
+        self._id = secrets.token_hex(16)
         self._slots: dict[str, Slot] = {}
         self._busy = ""
         ready = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
@@ -99,6 +99,7 @@ class SideHost:
     def state(self) -> SideState:
         """Who this side is and what it holds."""
         return SideState(
+            id=self._id,
             role=self._side.role,
             kind=self._side.kind,
             num_ranks=self._side.num_ranks,
@@ -180,8 +181,7 @@ class SideHost:
         try:
             await self._run(f"disconnect of pair {call.pair}", slot.end.close)
         finally:  # a side that could not say goodbye is gone nevertheless
-            slot = replace(slot, connected=False, left=slot.end.holding())
-            self._slots[call.pair] = slot
+            self._slots[call.pair] = slot = replace(slot, connected=False)
         return SideAnswer(pair=slot.view())
 
     async def digests(self) -> DigestFile:

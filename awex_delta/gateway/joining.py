@@ -54,10 +54,14 @@ def join_problem(request: ConnectRequest, states: Mapping[str, SideState]) -> di
     """
     said: dict[str, str] = {}
     brings = {url for url, state in states.items() if state.brings_meeting}
+    first: dict[str, str] = {}
     for url, state in states.items():
         wanted = "trainer" if url in request.trainers else "engine"
         elsewhere = [n for n, held in state.pairs.items() if held.connected and n != request.pair]
-        if state.role != wanted:
+        same = url if state.id is None else first.setdefault(state.id, url)
+        if same != url:
+            said[url] = f"is the same side as {same}: name it once"
+        elif state.role != wanted:
             said[url] = f"is {_article(state.role)} ({state.kind}), not {_article(wanted)}"
         elif state.busy:
             said[url] = f"is busy with {state.busy}"

@@ -3,85 +3,69 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import TypeAlias, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from awex_delta.gateway.models import EngineReadiness, UpdateAnswer
 
 _SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
+_MAX_WORDS = 32  # of a pair that a side may choose, such as names of phases; more are counted as "other"
+
+Family: TypeAlias = Counter | Gauge | Histogram
+One = TypeVar("One", Counter, Gauge, Histogram)
 
 
 class Metrics:
     """The numbers of one gateway, in a registry of their own."""
 
     def __init__(self) -> None:
-        self._registry = registry = CollectorRegistry()
-        self._updates = Counter(
-            "awex_delta_updates",
-            "Committed updates.",
-            ("pair", "kind", "reason"),
-            registry=registry,
-        )
-        self._failures = Counter(
-            "awex_delta_failures",
-            "Calls that failed at a side.",
-            ("pair", "verb"),
-            registry=registry,
-        )
-        self._refused = Counter(
-            "awex_delta_refused",
-            "Calls that did not fit the state of their pair.",
-            ("pair", "verb"),
-            registry=registry,
-        )
-        self._bytes = Counter(
-            "awex_delta_wire_bytes",
-            "Payload that trainers sent.",
-            ("pair", "kind"),
-            registry=registry,
-        )
-        self._share = Gauge(
+        self._registry = CollectorRegistry()
+        counter, gauge = partial(Counter, registry=self._registry), partial(Gauge, registry=self._registry)
+        verb, kind = ("pair", "verb"), ("pair", "kind")
+        self._updates = counter("awex_delta_updates", "Committed updates.", (*kind, "reason"))
+        self._failures = counter("awex_delta_failures", "Calls that failed at a side.", verb)
+        self._refused = counter("awex_delta_refused", "Calls that did not fit the state of their pair.", verb)
+        self._bytes = counter("awex_delta_wire_bytes", "Payload that trainers sent.", kind)
+        self._share = gauge(
             "awex_delta_changed_share",
             "Share of the owned elements that the last update with a detection sent as changed.",
             ("pair",),
-            registry=registry,
         )
         self._phases = Histogram(
             "awex_delta_phase_seconds",
             "Time of the slowest trainer rank.",
             ("pair", "phase"),
             buckets=_SECONDS,
-            registry=registry,
+            registry=self._registry,
         )
-        self._version = Gauge(
-            "awex_delta_version", "The last committed version.", ("pair",), registry=registry
-        )
-        self._ready = Gauge(
+        self._version = gauge("awex_delta_version", "The last committed version.", ("pair",))
+        self._ready = gauge(
             "awex_delta_engine_ready",
             "1 where an engine may serve the pair's version, as last heard of.",
             ("pair", "engine"),
-            registry=registry,
         )
-        self._shown: dict[str, frozenset[str]] = {}
+        self._series: dict[str, set[tuple[Family, tuple[str, ...]]]] = {}
 
     def updated(self, answer: UpdateAnswer) -> None:
         """Count a committed update."""
         pair = answer.pair
-        self._updates.labels(pair, answer.kind, answer.reason).inc()
-        self._bytes.labels(pair, answer.kind).inc(answer.bytes)
-        self._version.labels(pair).set(answer.version)
+        self._of(self._updates, pair, answer.kind, self._word(self._updates, pair, answer.reason)).inc()
+        self._of(self._bytes, pair, answer.kind).inc(answer.bytes)
+        self._of(self._version, pair).set(answer.version)
         if answer.changed_share is not None:
-            self._share.labels(pair).set(answer.changed_share)
+            self._of(self._share, pair).set(answer.changed_share)
         for phase, seconds in answer.phases.items():
-            self._phases.labels(pair, phase).observe(seconds)
+            self._of(self._phases, pair, self._word(self._phases, pair, phase)).observe(seconds)
 
     def failed(self, pair: str, verb: str) -> None:
         """Count a call that failed at a side."""
-        self._failures.labels(pair, verb).inc()
+        self._of(self._failures, pair, verb).inc()
 
     def refused(self, pair: str, verb: str) -> None:
         """Count a call that was refused."""
-        self._refused.labels(pair, verb).inc()
+        self._of(self._refused, pair, verb).inc()
 
     def engines(self, pair: str, engines: Iterable[EngineReadiness]) -> None:
         """Note which engines are ready."""
@@ -93,11 +77,29 @@ class Metrics:
 
     def _show(self, pair: str, ready: Mapping[str, int]) -> None:
         """All engines of a pair; one that is no longer among them is no longer shown."""
-        for gone in self._shown.get(pair, frozenset()) - ready.keys():
-            self._ready.remove(pair, gone)
-        self._shown[pair] = frozenset(ready)
+        for url in self._last_labels(self._ready, pair) - ready.keys():
+            self._ready.remove(pair, url)
+            self._series[pair].remove((self._ready, (url,)))
         for url, value in ready.items():
-            self._ready.labels(pair, url).set(value)
+            self._of(self._ready, pair, url).set(value)
+
+    def forget(self, pair: str) -> None:
+        """Show nothing of a pair any more."""
+        for family, labels in self._series.pop(pair, ()):
+            family.remove(pair, *labels)
+
+    def _of(self, family: One, pair: str, *labels: str) -> One:
+        """One series, noted so that it can be forgotten with its pair."""
+        self._series.setdefault(pair, set()).add((family, labels))
+        return family.labels(pair, *labels)
+
+    def _word(self, family: Family, pair: str, word: str) -> str:
+        """What a side chose as a label, unless it chose too many."""
+        known = self._last_labels(family, pair)
+        return word if word in known or len(known) < _MAX_WORDS else "other"
+
+    def _last_labels(self, family: Family, pair: str) -> set[str]:
+        return {labels[-1] for one, labels in self._series.get(pair, ()) if one is family}
 
     def text(self) -> bytes:
         """All numbers, as Prometheus reads them."""

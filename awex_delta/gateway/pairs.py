@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NoReturn, TypeVar
+from weakref import WeakValueDictionary
 
 from awex_delta.config import resolve
 from awex_delta.errors import ConfigError
@@ -53,6 +55,7 @@ class Record:
     """What is known of a pair. Replaced as a whole, so that a reader never sees half a move.
 
     request: its sides and settings.
+    since: when it came into its state, on a clock that never goes back.
     connection: the identity that its sides were told; empty where there is none.
     version: committed since it connected.
     last_update: the last one that committed, in any connection.
@@ -62,6 +65,7 @@ class Record:
 
     request: ConnectRequest
     state: PairState = PairState.DISCONNECTED
+    since: float = field(default_factory=time.monotonic)
     connection: str = ""
     version: int | None = None
     last_update: UpdateAnswer | None = None
@@ -81,14 +85,14 @@ class Means:
     sides: how sides are asked.
     meeter: hosts the store that they meet in.
     metrics: where updates are counted.
-    locks: one a URL: a side does one thing at a time, in whatever pair.
+    locks: one a URL, as long as somebody holds it: a side does one thing at a time, in whatever pair.
     update_seconds: longest wait for all sides in one update or connect.
     """
 
     sides: Sides
     meeter: Meeter
     metrics: Metrics
-    locks: Mapping[str, asyncio.Lock]
+    locks: WeakValueDictionary[str, asyncio.Lock]
     update_seconds: float
 
 
@@ -100,6 +104,8 @@ class Pair:
         self._means = means
         self._record = Record(request=request)
         self._work: asyncio.Task[None] | None = None
+        self._forgotten = False
+        self._look: tuple[Record, asyncio.Task[Mapping[str, SideState | SideFailure]]] | None = None
 
     @property
     def record(self) -> Record:
@@ -151,11 +157,12 @@ class Pair:
     async def answer(self) -> PairAnswer:
         """Where the pair stands, with what its engines say of themselves now."""
         asked = self._record
-        states = await self._means.sides.states(asked.request.engines, seconds=_STATE_SECONDS)
+        states = await self._engine_states()
         record = self._record
         pair = record.request.pair
         engines = tuple(readiness(pair, record.version, url, state) for url, state in states.items())
-        if record is asked:  # else a request that began or ended meanwhile knows better
+        # Else a request that began or ended meanwhile knows better.
+        if record is asked and not self._forgotten:
             self._means.metrics.engines(pair, engines)
         return PairAnswer(
             pair=pair,
@@ -168,6 +175,19 @@ class Pair:
             ready=all(engine.ready for engine in engines),
         )
 
+    async def _engine_states(self) -> Mapping[str, SideState | SideFailure]:
+        """What engines say. Of many who look at once, one asks: nobody needs a token to look."""
+        record = self._record
+        if self._look is None or self._look[0] is not record or self._look[1].done():
+            asking = self._means.sides.states(record.request.engines, seconds=_STATE_SECONDS)
+            self._look = record, asyncio.ensure_future(asking)
+        return await asyncio.shield(self._look[1])
+
+    def forget(self) -> None:
+        """Take a pair that is disconnected out of the metrics, for ever."""
+        self._forgotten = True
+        self._means.metrics.forget(self._record.request.pair)
+
     async def settle(self) -> None:
         """Wait until nothing is under way."""
         if self._work is not None:
@@ -175,10 +195,9 @@ class Pair:
 
     def _begin(self, event: Event) -> None:
         try:
-            state = transition(self._record.state, event)
+            self._move(event, self._record.failure)
         except Refused as error:
             self._refuse(event.value, str(error))
-        self._record = replace(self._record, state=state)
 
     def _refuse(self, verb: str, text: str) -> NoReturn:
         self._means.metrics.refused(self._record.request.pair, verb)
@@ -199,7 +218,8 @@ class Pair:
         try:
             async with AsyncExitStack() as held:
                 for url in sorted(set(self._record.urls)):  # in one order, so that pairs never wait in a ring
-                    await held.enter_async_context(self._means.locks[url])
+                    lock = self._means.locks.setdefault(url, asyncio.Lock())
+                    await held.enter_async_context(lock)
                 value = await work()
             self._move(Event.DONE)
             outcome.set_result(value)
@@ -217,7 +237,8 @@ class Pair:
                 outcome.exception()  # read here once, for the case that nobody listens any more
 
     def _move(self, event: Event, failure: str = "") -> None:
-        self._record = replace(self._record, state=transition(self._record.state, event), failure=failure)
+        state = transition(self._record.state, event)
+        self._record = replace(self._record, state=state, since=time.monotonic(), failure=failure)
 
     async def _connect(self) -> None:
         request, pair = self._record.request, self._record.request.pair

@@ -122,6 +122,8 @@ class SideAnswer(BaseModel):
 class SideState(BaseModel):
     """Who a side is, and what it does."""
 
+    id: Life | None = None
+    """Of this life of the side, by which it is known under several URLs; None where it does not say."""
     role: Literal["trainer", "engine"]
     kind: Annotated[str, StringConstraints(max_length=256)]
     num_ranks: Count

@@ -150,6 +150,7 @@ class VllmEnd:
         self._driver = driver
         self._order = order
         self._version: int | None = None
+        self._in_doubt = False
 
     def connect(self) -> None:
         """See `End.connect`."""
@@ -165,8 +166,9 @@ class VllmEnd:
 
     def update_weights(self, version: int) -> None:
         """See `End.update_weights`. vLLM raises where a worker did not commit; counts stay in the workers."""
+        self._in_doubt = True
         self._driver.update_weights(version)
-        self._version = version
+        self._version, self._in_doubt = version, False
 
     def publish(self, version: int) -> None:
         """vLLM published it in `finish_weight_update`."""
@@ -174,7 +176,9 @@ class VllmEnd:
     def holding(self) -> Holding:
         """See `End.holding`."""
         if self._driver.stopped:
-            return Holding(version=None, why="requests stand still since an update that failed or still runs")
+            return Holding(version=None, why="requests stand still since a call that failed or still runs")
+        if self._in_doubt:
+            return Holding(version=None, why="an update failed, and requests go on with the weights it left")
         return Holding(version=self._version, why=NO_FULL_SYNC if self._version is None else "")
 
     def close(self) -> None:

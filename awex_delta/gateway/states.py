@@ -104,7 +104,8 @@ def admit_update(state: PairState, committed: int | None, version: int) -> Admis
         return Admission.RUN
     if version == committed and state is PairState.CONNECTED:
         return Admission.REPEAT
+    following = f"Give {committed + 1}, or disconnect" if committed + 1 < 2**63 else "Disconnect"
     raise Refused(
-        f"version {version} is out of order: {committed} is committed. Give {committed + 1}, "
-        "or connect again after a trainer was set back"
+        f"version {version} is out of order: {committed} is committed. {following} and connect again "
+        "to count from another"
     )

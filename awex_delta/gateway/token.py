@@ -11,6 +11,7 @@ from pathlib import Path
 from awex_delta.errors import ConfigError
 
 MIN_TOKEN_CHARS = 16
+_MAX_TOKEN_FILE_CHARS = 4096
 
 
 def new_token() -> str:
@@ -57,12 +58,12 @@ def read_token(path: str | Path, *, create: bool = False) -> str:
                 f"token file {path}: {error.strerror}; give a path that can be written"
             ) from error
     try:
-        mode = path.stat().st_mode
-        token = path.read_text(encoding="utf-8").strip()
+        if path.stat().st_mode & 0o077:
+            raise ConfigError(f"token file {path} can be read by others: chmod 600 {path}")
+        with path.open(encoding="utf-8") as file:  # some files, such as devices, never end
+            token = file.read(_MAX_TOKEN_FILE_CHARS).strip()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"token file {path} cannot be read: {type(error).__name__}") from error
-    if mode & 0o077:
-        raise ConfigError(f"token file {path} can be read by others: chmod 600 {path}")
     check_token(token)
     return token
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from awex_delta.allocation import Parallelism
+from awex_delta.allocation import Allocation, Parallelism
 from awex_delta.config import ResolvedDelta, Topology, resolve
 from awex_delta.environment import worker_environment
 from awex_delta.errors import ConfigError
@@ -20,6 +20,9 @@ from awex_delta.types import DeltaSettings
 
 SHARES = (0.005, 0.01, 0.03)
 """Shares of changed elements for which a plan says the bytes."""
+
+MAX_RANKS = 1 << 16
+"""How many ranks a side of a plan may have: a plan names the owners of every parameter."""
 
 _BF16, _FP32 = 2, 4
 _STEP_BITS = 2.0  # sign and size of a typical step: 89 % of them are one unit in the last place
@@ -174,7 +177,8 @@ def plan_run(train: TrainEngineConfig, rollout: RolloutConfig, shape: ModelShape
         shape: of the model.
 
     Raises:
-        ConfigError: a setting cannot work, deltas are off, or the model does not divide over the ranks.
+        ConfigError: a setting cannot work, deltas are off, a side has more than `MAX_RANKS` ranks, or the
+            model does not divide over the ranks.
 
     Collective: no.
     """
@@ -183,6 +187,8 @@ def plan_run(train: TrainEngineConfig, rollout: RolloutConfig, shape: ModelShape
         raise ConfigError(
             "actor.enable_delta_weight_update = False: there is no delta to plan. Remedy: set it to true"
         )
+    _check_size("actor.backend", train.backend, resolved.topology.trainer)
+    _check_size("rollout.backend", rollout.backend, resolved.topology.engine)
     _check_division(resolved.topology, shape)
     return _plan(resolved, resolved.topology, shape)
 
@@ -264,6 +270,14 @@ def _owners(shape: ModelShape, dense: Parallelism, experts: Parallelism) -> tupl
         each = shape.num_experts // experts.expert
         found.append(Owners(kind=f"experts, {each} of each layer", groups=groups))
     return tuple(found)
+
+
+def _check_size(field: str, value: str, allocation: Allocation) -> None:
+    if allocation.world_size > MAX_RANKS:
+        raise ConfigError(
+            f"{field} = {value!r}: {allocation.world_size} ranks, more than the {MAX_RANKS} that a plan is "
+            "made for. Remedy: make its numbers smaller"
+        )
 
 
 def _check_division(topology: Topology, shape: ModelShape) -> None:

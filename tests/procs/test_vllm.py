@@ -81,7 +81,7 @@ def differing(truth: dict[str, torch.Tensor], workers: list[Any]) -> list[str]:
     return found
 
 
-STEPS = ["pause", "start", "update", "finish", "reset_prefix_cache", "resume"]
+STEPS = ["pause", "start", "update", "finish", "reset_prefix_cache", "resume", "paused"]
 
 
 @pytest.mark.parametrize("model", ["qwen3", "qwen3-moe"])

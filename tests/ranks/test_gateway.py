@@ -262,6 +262,8 @@ def masters(trainer: TorchAdamWTrainer) -> dict[str, torch.Tensor]:
     [
         (["e0"], ["t"], 409, r"http://e0 is an engine \(SlowEngine\), not a trainer"),
         (["t"], ["e0", "e1"], 409, "rollout.backend means 1 ranks, and the sides at these URLs have 2"),
+        (["t"], ["e0", "e0b"], 409, "http://e0b is the same side as http://e0: name it once"),
+        (["t", "e0b"], ["e0"], 409, "http://e0 is the same side as http://e0b: name it once"),
         (["t"], ["absent"], 502, r"http://absent does not answer \(ConnectError\)"),
         (["t"], ["taken"], 409, "http://taken is in pair other: disconnect that first"),
         (["whole"], ["e0"], 409, "http://whole is in pair third: disconnect that first"),
@@ -279,6 +281,7 @@ def test_sides_that_do_not_fit_are_named_before_any_is_asked(
                 w.add_engine(host)
             meeting = Rendezvous(num_engine_ranks=1, num_trainer_ranks=1, store=HashStore())
             receiver = Receiver(DictEngine(SHAPES), meeting, 0, "e", DeltaSettings())
+            w.hosts.apps["e0b"] = w.hosts.apps["e0"]
             w.hosts.apps["ready"] = app_of(engine_router(receiver, token=TOKEN))
             w.hosts.apps["whole"] = app_of(trainer_router(Unshared(new_trainer()), token=TOKEN))
             w.add_engine("e2")
@@ -342,7 +345,7 @@ def test_ready_senders_and_receivers_keep_their_own_meeting_point_and_state() ->
         async with world() as w:
             trainer, engine = new_trainer(), DictEngine(SHAPES)
             meeting = Rendezvous(num_engine_ranks=1, num_trainer_ranks=1, store=HashStore())
-            settings = DeltaSettings(timeout_seconds=8.0, connect_timeout_seconds=2.0)
+            settings = DeltaSettings(timeout_seconds=8.0, connect_timeout_seconds=4.0)
             sender = Sender(trainer, meeting, 0, settings)
             receiver = Receiver(engine, meeting, 0, "e", settings)
             w.hosts.apps["t"] = app_of(trainer_router({"a": sender}, token=TOKEN))

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch._C._distributed_c10d import HashStore
 
-from awex_delta.errors import ConfigError, LockstepError
+from awex_delta.errors import ConfigError, ConnectError, LockstepError, UpdateAborted
 from awex_delta.receiver import Receiver
 from awex_delta.rendezvous import Rendezvous
 from awex_delta.targets import Targets, TargetsUpdate
@@ -290,6 +290,62 @@ def test_ranks_that_mean_different_targets_all_refuse(make: Callable[..., World]
     world.train()
     assert set(world.update({A: 0, B: 0}).committed) == {A, B}
     world.check()
+
+
+class Broken(dict[str, int]):
+    """Versions that cannot be read."""
+
+    def items(self) -> Any:
+        raise KeyError("a bug of the training loop")
+
+
+@pytest.mark.parametrize("connected", [False, True])
+@pytest.mark.parametrize("rank", range(TRAINERS))
+@pytest.mark.parametrize(
+    ("given", "error", "said"),
+    [
+        ({"students": -1}, ConfigError, "ConfigError: version=-1: give an int"),
+        ({"students": 2.0}, ConfigError, "ConfigError: version=2.0: give an int"),
+        ({"studnets": 2}, ConfigError, "ConfigError: target 'studnets' is not known"),
+        (Broken(), KeyError, "KeyError: 'a bug of the training loop'"),
+        (None, AttributeError, "AttributeError: 'NoneType' object has no attribute 'items'"),
+    ],
+)
+def test_what_one_rank_alone_cannot_begin_the_others_hear_at_once(
+    make: Callable[..., World], given: Any, error: type[Exception], said: str, rank: int, connected: bool
+) -> None:
+    world = make(accumulate=True, connect_timeout_seconds=20.0, timeout_seconds=10.0)
+    if connected:
+        world.train()
+        world.update({A: 1, B: 1})
+
+    def run(thread: int) -> object:
+        if thread >= TRAINERS:
+            return None
+        return world.targets[thread].update_weights(given if thread == rank else {A: 2, B: 2})
+
+    started = time.monotonic()
+    outcome = world.threads.run(run)
+    assert time.monotonic() - started < 8, "the others waited for a rank that had given up"
+    assert type(outcome[rank]) is error
+    other = outcome[1 - rank]
+    assert type(other) is UpdateAborted
+    assert str(other).startswith(f"no target was begun: trainer rank {rank}: {said}")
+    world.train()
+    update = world.update({A: 2, B: 2})
+    assert (kind(update, A), kind(update, B)) == (("D", "D") if connected else ("FIRST_SYNC", "FIRST_SYNC"))
+    world.check()
+
+
+def test_a_wrong_argument_is_told_also_where_no_other_rank_comes(make: Callable[..., World]) -> None:
+    world = make(connect_timeout_seconds=0.5)
+
+    def run(thread: int) -> object:
+        return world.targets[thread].update_weights({A: -1}) if thread == 1 else None
+
+    error = world.threads.run(run)[1]
+    assert isinstance(error, ConfigError)
+    assert isinstance(error.__cause__, ConnectError)
 
 
 def test_wrong_arguments_name_what_is_wrong() -> None:

@@ -302,6 +302,7 @@ def test_the_policy_any_admits_other_sums() -> None:
         ({"weight_update_verify_interval": "5"}, ["weight_update_verify_interval = '5'", "valid integer"]),
         ({"world_size_policy": "all"}, ["world_size_policy = 'all'", "'power_of_two' or 'any'"]),
         ({"weight_update_timeout_seconds": 0}, ["weight_update_timeout_seconds = 0", "greater than 0"]),
+        ({"weight_update_timeout_seconds": 2e6}, ["weight_update_timeout_seconds = 2000000.0", "1000000"]),
         ({"weight_update_timeout_seconds": math.inf}, ["weight_update_timeout_seconds = inf", "finite"]),
         ({"weight_update_connect_timeout_seconds": -1}, ["weight_update_connect_timeout_seconds = -1"]),
         ({"enable_delta_weight_update": "true"}, ["enable_delta_weight_update = 'true'", "valid boolean"]),
@@ -447,8 +448,8 @@ def test_inherited_variables_mean_nothing_with_the_flag_off(clean_env: pytest.Mo
     method=st.sampled_from(get_args(DeltaMethod)),
     accumulate=st.booleans(),
     release=st.booleans(),
-    timeout=st.floats(min_value=1e-9, max_value=1e9),
-    connect_timeout=st.floats(min_value=1e-9, max_value=1e9),
+    timeout=st.floats(min_value=1e-9, max_value=1e6),
+    connect_timeout=st.floats(min_value=1e-9, max_value=1e6),
 )
 def test_workers_read_back_what_was_resolved(
     *,

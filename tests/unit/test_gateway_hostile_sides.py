@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import json
 import socket
@@ -14,8 +15,9 @@ import httpx
 import pytest
 from fastapi.testclient import TestClient
 
+from awex_delta.gateway import client as client_module
 from awex_delta.gateway import create_app, pairs
-from awex_delta.gateway.side_models import SideUpdate
+from awex_delta.gateway.side_models import SideState, SideUpdate
 
 TOKEN = "-".join(["a", "token", "for", "hostile", "sides"])
 HEADERS = {"Authorization": f"Bearer {TOKEN}"}
@@ -129,6 +131,97 @@ def test_what_a_side_says_of_a_failure_is_cut() -> None:
         refused = connect(client)
     assert refused.status_code == 502
     assert len(refused.content) < 20_000
+
+
+def test_what_a_side_says_of_a_failure_stays_one_line_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    problem = {"error": "x", "detail": "real\n2026-01-01 INFO forged\r\x1b[2Jforged\u2028forged"}
+    with client_of(lambda _: httpx.Response(500, json=problem)) as client:
+        said = connect(client).json()["sides"]["http://t:1"]
+    assert said == "x: real 2026-01-01 INFO forged  [2Jforged forged"
+    (line,) = [record for record in caplog.messages if "forged" in record]
+    assert line.isprintable()
+
+
+def test_many_who_look_at_a_pair_ask_its_engines_once() -> None:
+    sides, looks = Sides(), 0
+
+    async def answer(request: httpx.Request) -> httpx.Response:
+        nonlocal looks
+        if (request.url.host, request.url.path) == ("e", "/state"):
+            looks += 1
+            await asyncio.sleep(0.2)
+        return sides.answer(request)
+
+    async def scenario() -> None:
+        nonlocal looks
+        app = create_app(token=TOKEN, transport=httpx.MockTransport(answer))
+        gateway = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=gateway, base_url="http://g", headers=HEADERS) as client:
+            body = {"pair": "a", "trainers": ["http://t"], "engines": ["http://e"]}
+            config = {"train": ON, "rollout": {"backend": "vllm:d1"}}
+            assert (await client.post("/connect", json={**body, "config": config})).status_code == 200
+            looks = 0
+            found = await asyncio.gather(*(client.get("/pairs/a") for _ in range(50)))
+            assert {one.status_code for one in found} == {200}
+            assert looks == 1
+            sides.held["e"]["a"]["connected"] = False
+            sides.held["e"]["a"]["why"] = "changed meanwhile"
+            later = (await client.get("/pairs/a")).json()
+            assert (looks, later["engines"][0]["why"]) == (2, "changed meanwhile")
+
+    asyncio.run(scenario())
+
+
+@pytest.fixture
+def forgetful() -> Iterator[str]:
+    """A side that answers one request a connection, and closes it at the next without an answer."""
+    state = {
+        "role": "engine",
+        "kind": "fake",
+        "num_ranks": 1,
+        "brings_meeting": False,
+        "busy": "",
+        "pairs": {},
+    }
+    body = json.dumps(state).encode()
+    head = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body)
+    server = socket.create_server(("127.0.0.1", 0))
+
+    def once(connection: socket.socket) -> None:
+        with connection:
+            connection.recv(65536)
+            connection.sendall(head + body)
+            connection.recv(65536)
+
+    def serve() -> None:
+        while True:
+            try:
+                connection, _ = server.accept()
+            except OSError:
+                return
+            threading.Thread(target=once, args=(connection,), daemon=True).start()
+
+    threading.Thread(target=serve, daemon=True).start()
+    yield f"http://127.0.0.1:{server.getsockname()[1]}"
+    server.close()
+
+
+def test_a_connection_that_was_idle_is_not_used_again(
+    forgetful: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert client_module._IDLE_SECONDS < 5, "after which uvicorn closes a connection"
+    monkeypatch.setattr(client_module, "_IDLE_SECONDS", 0.1)
+
+    async def scenario() -> list[type]:
+        asking = client_module.Sides(TOKEN)
+        found = []
+        for _ in range(3):
+            found.append(type((await asking.states([forgetful], seconds=5))[forgetful]))
+            await asyncio.sleep(0.3)
+        await asking.close()
+        return found
+
+    assert asyncio.run(scenario()) == [SideState] * 3
 
 
 def test_a_packed_answer_is_not_unpacked() -> None:

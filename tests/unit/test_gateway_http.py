@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import stat
 import threading
 from collections.abc import Iterator
@@ -136,6 +137,8 @@ HOSTILE = [
     ("connect", changed(**{"\ud800": 1}), 422),
     ("connect", in_train(nonsense=True), 422),
     ("connect", in_train(weight_update_timeout_seconds=-1), 422),
+    ("connect", in_train(weight_update_timeout_seconds=1e300), 422),
+    ("connect", in_train(weight_update_transport="disk", weight_update_disk_url="/shared/run"), 422),
     ("connect", in_train(weight_update_anchor_interval="5"), 422),
     ("connect", in_train(use_lora=True), 422),
     ("connect", in_train(backend="megatron:d2"), 422),
@@ -284,6 +287,22 @@ def test_a_token_file_is_made_for_its_owner_alone_and_read_again(tmp_path: Path)
         read_token(path)
     with pytest.raises(ConfigError, match="give a path that can be written"):
         read_token(tmp_path / "absent" / "token", create=True)
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("device", ["/dev/zero", "/dev/urandom"])
+def test_a_token_file_without_an_end_is_not_read_to_it(device: str) -> None:
+    with pytest.raises(ConfigError, match="can be read by others"):
+        read_token(device)
+
+
+def test_a_token_may_come_through_a_pipe(tmp_path: Path) -> None:
+    path = tmp_path / "pipe"
+    os.mkfifo(path, 0o600)
+    with ThreadPoolExecutor(1) as pool:
+        writing = pool.submit(path.write_text, f"{TOKEN}\n")
+        assert read_token(path) == TOKEN
+        writing.result(20)
 
 
 def test_a_token_that_several_processes_make_at_once_is_one_and_whole(tmp_path: Path) -> None:

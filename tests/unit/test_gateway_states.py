@@ -79,7 +79,8 @@ def test_admitted(state: PairState, committed: int | None, version: int, admissi
 @pytest.mark.parametrize(
     ("state", "committed", "version", "said"),
     [
-        (PairState.CONNECTED, 3, 2, "out of order: 3 is committed. Give 4"),
+        (PairState.CONNECTED, 3, 2, "3 is committed. Give 4, or disconnect and connect again to count from"),
+        (PairState.CONNECTED, 2**63 - 1, 2, "807 is committed. Disconnect and connect again to count from"),
         (PairState.FAILED, 3, 3, "out of order: 3 is committed"),
         (PairState.UPDATING, 3, 4, "while the pair is updating: wait"),
         (PairState.UPDATING, 3, 3, "while the pair is updating: wait"),

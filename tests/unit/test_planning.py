@@ -138,6 +138,45 @@ def test_a_model_that_does_not_divide_is_refused_with_the_letter() -> None:
         plan_run(train, RolloutConfig(backend="vllm:d4"), TINY)
 
 
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(
+    ("trainer", "engine", "says"),
+    [
+        (
+            "megatron:d999999p999999t999999",
+            "vllm:d1",
+            r"actor\.backend = 'megatron:d999999p999999t999999': 999997",
+        ),
+        (
+            "megatron:d100000p1t2",
+            "vllm:d1",
+            r"actor\.backend = 'megatron:d100000p1t2': 200000 ranks, more than",
+        ),
+        ("megatron:d65536p1t2", "vllm:d1", r"131072 ranks, more than the 65536 .* Remedy: make its numbers"),
+        ("megatron:d1", "vllm:d999999t999999", r"rollout\.backend = 'vllm:d999999t999999': 99999800000"),
+        ("megatron:(attn:d99999t4|ffn:d99999t4)", "vllm:d1", r"actor\.backend = .*: 399996 ranks, more than"),
+    ],
+)
+def test_a_plan_of_more_ranks_than_any_cluster_has_is_refused_at_once(
+    trainer: str, engine: str, says: str
+) -> None:
+    train = TrainEngineConfig(backend=trainer, enable_delta_weight_update=True, world_size_policy="any")
+    with pytest.raises(ConfigError, match=says):
+        plan_run(train, RolloutConfig(backend=engine), TINY)
+
+
+def test_the_largest_plan_names_every_owner_and_shows_people_the_first() -> None:
+    sizes = ["actor.backend=megatron:d16384p1t4", "actor.world_size_policy=any"]
+    plan = plan_preset(LARGE, sizes)
+    assert sum(len(group) for group in plan.owners[0].groups) == plan.num_trainer_ranks == 65536
+    result = CliRunner().invoke(app, ["plan", str(LARGE), *sizes])
+    assert result.exit_code == 0, result.output
+    text = "".join(result.output.split())
+    assert "0+4+8+12" in text
+    assert "...(16384inall)" in text
+    assert len(result.output) < 20_000
+
+
 def test_what_is_kept_between_updates() -> None:
     plan = plan_preset(PRESETS / "tiny_accumulate.yaml")
     assert plan.kept_bytes == plan.owned_elements == plan.parameters.total

@@ -38,17 +38,20 @@ class VersionRequest:
 class FakeEngine:
     """The calls of `sglang.Engine` that the driver makes."""
 
-    def __init__(self, answer: Any = (True, "Success")) -> None:
+    def __init__(self, answer: Any = (True, "Success"), refuses: str = "") -> None:
         self.calls: list[Any] = []
         self.answer = answer
+        self.refuses = refuses
         self.loop = asyncio.new_event_loop()
         self.tokenizer_manager = self
 
-    def begin_weight_update(self, selector: str) -> None:
+    def begin_weight_update(self, selector: str) -> tuple[bool, str]:
         self.calls.append(("begin", selector))
+        return self.refuses != "begin", "a session is already open"
 
-    def end_weight_update(self) -> None:
+    def end_weight_update(self) -> tuple[bool, str]:
         self.calls.append("end")
+        return self.refuses != "end", "no session is open"
 
     def update_weights_from_tensor(
         self, named_tensors: list[tuple[str, torch.Tensor]], *, load_format: str, flush_cache: bool
@@ -100,4 +103,22 @@ def test_a_refusal_is_an_error_and_leaves_the_engine_in_doubt(answer: Any) -> No
         driver.update_weights(1)
     assert driver.in_doubt
     assert engine.calls[-1] == "end", "the session of the update was left open"
+    engine.loop.close()
+
+
+@pytest.mark.parametrize(
+    ("refuses", "said", "calls"),
+    [
+        ("begin", "a session is already open", [("begin", "target"), "end"]),
+        ("end", "no session is open", [("begin", "target"), ("update", 1, True), "end"]),
+    ],
+)
+def test_a_session_that_sglang_does_not_begin_or_end_is_an_error(
+    refuses: str, said: str, calls: list[Any]
+) -> None:
+    engine = FakeEngine(refuses=refuses)
+    driver = SglangDriver(EngineControl(engine), ASKED)
+    with pytest.raises(UpdateError, match=f"SGLang refused the update: {said}"):
+        driver.update_weights(1)
+    assert (driver.in_doubt, driver.version, engine.calls) == (True, None, calls)
     engine.loop.close()

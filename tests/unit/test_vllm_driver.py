@@ -19,12 +19,16 @@ from awex_delta.types import DeltaSettings
 
 
 class FakeControl:
-    """Notes every call; raises in the one named `fails`; answers the reset with `dropped`."""
+    """Notes every call; raises in the one named `fails`; answers the reset with `dropped`.
 
-    def __init__(self, fails: str = "", dropped: bool = True) -> None:
+    With `deaf` it is told to resume, raises nothing, and does not.
+    """
+
+    def __init__(self, fails: str = "", dropped: bool = True, deaf: bool = False) -> None:
         self.calls: list[str] = []
         self.fails = fails
         self.dropped = dropped
+        self.deaf = deaf
         self.stands_still = False
 
     def _call(self, name: str, *given: object) -> None:
@@ -38,7 +42,7 @@ class FakeControl:
 
     def resume(self) -> None:
         self._call("resume")
-        self.stands_still = False
+        self.stands_still = self.deaf
 
     def paused(self) -> bool:
         return self.stands_still
@@ -127,6 +131,38 @@ def test_a_failed_connect_lets_requests_go_on() -> None:
     with pytest.raises(UpdateError, match="injected in init"):
         VllmDriver(control).connect({"engine": "a"})
     assert control.calls == ["pause keep", "init a", "resume"]
+
+
+@pytest.mark.parametrize(
+    ("trouble", "said"),
+    [({"fails": "resume"}, "injected in resume"), ({"deaf": True}, "says that it does not")],
+)
+def test_requests_go_on_only_where_vllm_says_so(trouble: dict[str, Any], said: str) -> None:
+    control = FakeControl(**trouble)
+    driver = VllmDriver(control)
+    with pytest.raises(UpdateError, match=said):
+        driver.connect({"engine": "a"})
+    assert driver.stopped, "nobody knows whether requests go on"
+    with pytest.raises(UpdateError, match=said):
+        driver.update_weights(1)
+    assert (driver.stopped, driver.version) == (True, 1)
+    with pytest.raises(UpdateError, match=said):
+        driver.resume()
+    assert driver.stopped
+    control.fails, control.deaf = "", False
+    driver.update_weights(2)
+    assert (driver.stopped, driver.version, control.stands_still) == (False, 2, False)
+
+
+def test_requests_that_could_not_be_stopped_to_connect_go_on_after_the_next_try() -> None:
+    control = FakeControl("pause")
+    driver = VllmDriver(control)
+    with pytest.raises(UpdateError, match="injected in pause"):
+        driver.connect({"engine": "a"})
+    assert driver.stopped, "nobody knows whether requests go on"
+    control.fails = ""
+    driver.connect({"engine": "a"})
+    assert (driver.stopped, control.calls[-1]) == (False, "resume")
 
 
 def test_an_unknown_choice_for_running_requests_is_refused() -> None:
@@ -260,7 +296,10 @@ class Server:
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, str | None, Any]] = []
-        self.answers: dict[str, tuple[int, Any]] = {"reset_prefix_cache": (200, {"success": True})}
+        self.answers: dict[str, tuple[int, Any]] = {
+            "reset_prefix_cache": (200, {"success": True}),
+            "is_paused": (200, {"is_paused": False}),
+        }
         server = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -309,6 +348,7 @@ def test_a_server_is_driven_over_its_routes_with_its_key(server: Server) -> None
             None,
         ),
         ("/resume", "Bearer secret", None),
+        ("/is_paused", "Bearer secret", None),
     ]
 
 
@@ -332,7 +372,7 @@ def test_a_server_is_asked_whether_requests_stand_still(
     driver.connect({"engine": "a"})
     driver.disconnect()
     asked = [path.partition("?")[0] for path, _, _ in server.asked]
-    resumed = [] if stopped else ["/resume"]
+    resumed = [] if stopped else ["/resume", "/is_paused"]
     begin = ["/is_paused", "/pause", "/init_weight_transfer_engine"]
     assert asked == [*begin, *resumed, "/shutdown_weight_transfer_engine"]
 

@@ -10,8 +10,9 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from awex_delta.comm import Comm
-from awex_delta.errors import ConfigError, LockstepError, UpdateError
+from awex_delta.errors import ConfigError, LockstepError
 from awex_delta.rendezvous import Rendezvous
+from awex_delta.session import in_step
 from awex_delta.types import DeltaSettings
 
 _TEXT_CHARS = 600
@@ -75,16 +76,13 @@ class Peers:
 
         Collective: yes, over the engine's ranks.
         """
-        if self._comm is not None and not self._comm.usable(purpose):
-            self._comm.connect()
-        try:
+        if self._comm is None:
             yield
-        except UpdateError:
-            raise
-        except BaseException:
-            if self._comm is not None:
-                self._comm.abandon()
-            raise
+            return
+        if not self._comm.usable(purpose):
+            self._comm.connect()
+        with in_step(self._comm):
+            yield
 
     def tell(self, word: Word) -> list[Word]:
         """Say a word and hear all, by rank.

@@ -12,7 +12,7 @@ from awex_delta.errors import UpdateAborted
 from awex_delta.plan.agreement import Decision
 from awex_delta.plan.ledger import check_version
 from awex_delta.rendezvous import Rendezvous
-from awex_delta.session import Stopwatch
+from awex_delta.session import Stopwatch, in_step
 from awex_delta.trainer_end import TrainerEnd
 from awex_delta.transports.disk.collect import Taken, bring_together, take_weights
 from awex_delta.transports.disk.content import Digests, of_changes, of_items, to_text
@@ -130,7 +130,7 @@ class DiskWriter(TrainerEnd):
         self._finish()
         watch.lap("wait")
         try:
-            with self._session.in_step():
+            with in_step(self._session.comm):
                 self._join(f"version {version}")
                 watch.lap("connect")
                 detection = self._detect(version)
