@@ -22,6 +22,7 @@ from awex_delta.trainers.torch_adamw import TorchAdamWTrainer
 from awex_delta.transports.disk.chain import Catalogue
 from awex_delta.transports.disk.folder import INDEX, Folder, version_name
 from awex_delta.transports.disk.manifest import Manifest
+from awex_delta.transports.disk.pull import LocalCheckpoint
 from awex_delta.transports.disk.reader import DiskReader
 from awex_delta.types import TrainerLayout, WeightInfo
 from awex_delta.verdict import Kind, Reason
@@ -280,6 +281,56 @@ def test_tensor_parallel_trainers_write_whole_tensors_once(build: Build, tmp_pat
     assert isinstance(delta, Manifest)
     assert sum(entry.name == NORM for entry in delta.tensors) <= 1  # replicas write once
     assert {e.file for e in delta.tensors if e.name == Q_PROJ} == {f.name for f in delta.files}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("cut", [False, True], ids=["data parallel", "tensor parallel"])
+def test_positions_among_weights_of_one_exponent_are_read_back(
+    build: Build, tmp_path: Path, cut: bool
+) -> None:
+    options: dict[str, Any] = {"encoding": "ulp_context", "anchor_interval": 4}
+    if cut:
+        settings = replace(DISK_SETTINGS, encoding="ulp_context")
+        options["views"] = [TensorParallel.cut(rank, settings) for rank in range(2)]
+    trainers = build(Trainers, str(tmp_path / "run"), **options)
+    engine = build(Engine, trainers, shapes=SHAPES) if cut else build(Engine, trainers)
+    local = LocalCheckpoint(tmp_path / "local", Folder(trainers.url))
+    for version in range(5):
+        trainers.write(version)
+        weights = joined(trainers) if cut else trainers.history[version]
+        assert engine.read() == version
+        assert engine.holds({name: tensor.clone() for name, tensor in weights.items()})
+        assert local.pull().in_place is (version > 0)
+        found = {k: v for file in local.path.glob("*.safetensors") for k, v in load_file(file).items()}
+        assert found.keys() == weights.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in weights.items())
+    assert trainers.kinds == "FDDDD"
+    late = build(Engine, trainers, shapes=SHAPES) if cut else build(Engine, trainers)
+    assert late.read() == 4  # every link after the other, each on the weights of the one before
+    assert late.holds({name: tensor.clone() for name, tensor in weights.items()})
+    manifest = Catalogue(Folder(trainers.url)).get(4)
+    assert isinstance(manifest, Manifest)
+    packed = [entry for entry in manifest.tensors if entry.encoding == "ulp_context"]
+    assert {entry.file for entry in packed} == {file.name for file in manifest.files}
+    spans = [sum(stop - start for start, stop in entry.owned) for entry in packed]
+    parts = 1 if cut else 2  # what one of two ranks owns of the box
+    assert spans == [entry.numel // parts for entry in packed]
+
+
+def test_a_rank_that_holds_a_part_cannot_read_positions_among_weights(build: Build, tmp_path: Path) -> None:
+    trainers = build(Trainers, str(tmp_path), encoding="ulp_context", anchor_interval=1)
+    engine = build(Engine, trainers, num_ranks=2)
+    trainers.write(0)
+    assert engine.read() == 0
+    trainers.write(1)
+    for error in engine.try_read():
+        assert isinstance(error, UpdateAborted)
+        assert "set weight_update_delta_encoding: ulp_zstd on the trainer" in str(error)
+    assert engine.holds(trainers.history[0])
+    assert all(reader.ready for reader in engine.readers)
+    trainers.write(2)  # an anchor
+    assert engine.read() == 2
+    assert engine.holds(trainers.history[2])
 
 
 def test_rows_of_vocabulary_padding_are_not_written(build: Build, tmp_path: Path) -> None:

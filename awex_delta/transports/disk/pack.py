@@ -119,6 +119,7 @@ def _delta_item(
         encoding=encoding,
         dtype=dtype_name(region.dtype),
         count=change.value.numel(),
+        owned=change.context.owned if change.context is not None and encoding != WHOLE else (),
     )
 
 
