@@ -183,6 +183,7 @@ def test_a_trainer_that_starts_again_withdraws_what_followed(build: Build, tmp_p
     first.write(0, 1, 2, 3)
     engine = build(Engine, first, num_ranks=2)
     assert engine.read() == 3
+    first.close()
     again = build(Trainers, str(tmp_path), seed=7)
     again.write(1)
     assert Catalogue(Folder(str(tmp_path))).get(2) is None

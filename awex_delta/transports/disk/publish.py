@@ -13,12 +13,12 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
-from awex_delta.errors import ConnectError, PeerError
+from awex_delta.errors import ConnectError, PeerError, UpdateAborted
 from awex_delta.rendezvous import Rendezvous
 from awex_delta.store import BoundedStore
 from awex_delta.transports.disk.chain import Catalogue, expired
@@ -109,7 +109,14 @@ class Ranks:
 class Publisher:
     """Writes the versions of one trainer rank, one after the other. Used by one thread at a time."""
 
-    def __init__(self, folder: Folder, ranks: Ranks, keep_anchors: int, on_step: Step) -> None:
+    def __init__(
+        self,
+        folder: Folder,
+        ranks: Ranks,
+        keep_anchors: int,
+        on_step: Step,
+        check: Callable[[], str] = lambda: "",
+    ) -> None:
         """Remember where; nothing is read or written.
 
         Args:
@@ -117,11 +124,14 @@ class Publisher:
             ranks: the other trainer ranks.
             keep_anchors: full versions to keep.
             on_step: called as each step of writing begins; what it raises fails the version.
+            check: why this run may not write any more, empty where it may; asked by rank 0 before it changes
+                what others have written.
         """
         self._folder = folder
         self._ranks = ranks
         self._keep_anchors = keep_anchors
         self._step = on_step
+        self._check = check
         self._last: Manifest | None = None  # what rank 0 published last
         self._run_id = ""
         self._life = ""
@@ -175,6 +185,8 @@ class Publisher:
         return ""
 
     def _publish(self, job: Job, parts: list[Mapping[str, Any]]) -> None:
+        if problem := self._check():
+            raise UpdateAborted(problem)
         manifest = self._manifest(job, parts)
         folder = version_name(job.version)
         if job.kind is Kind.FULL:
