@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import threading
+import time
 import uuid
 from collections.abc import Callable
 from dataclasses import replace
@@ -282,6 +283,26 @@ def test_tensor_parallel_trainers_write_whole_tensors_once(build: Build, tmp_pat
     assert isinstance(delta, Manifest)
     assert sum(entry.name == NORM for entry in delta.tensors) <= 1  # replicas write once
     assert {e.file for e in delta.tensors if e.name == Q_PROJ} == {f.name for f in delta.files}
+
+
+@pytest.mark.parametrize(("sample", "encoding"), [(1, "ulp_zstd"), (1 << 20, "indices")])
+def test_the_encoding_is_chosen_by_the_speed_of_writing(
+    build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sample: int, encoding: str
+) -> None:
+    monkeypatch.setattr("awex_delta.transports.disk.publish.MIN_SAMPLE_BYTES", sample)
+    slow = build(
+        Trainers,
+        str(tmp_path),
+        encoding="auto",
+        on_step=lambda step: time.sleep(0.1) if step.startswith("sync weight_v000000/model-") else None,
+    )
+    slow.write(0)  # some hundred bytes in a tenth of a second, where that counts as a measurement
+    rates = [writer._publisher.bytes_per_second for writer in slow.writers]
+    assert all(rate is not None and rate < 1e5 for rate in rates) if sample == 1 else rates == [None, None]
+    slow.write(1)
+    manifest = Catalogue(Folder(slow.url)).get(1)
+    assert isinstance(manifest, Manifest)
+    assert {entry.encoding for entry in manifest.tensors} - {"whole"} == {encoding}
 
 
 @pytest.mark.timeout(60)

@@ -27,6 +27,7 @@ from awex_delta.transports.disk.folder import INDEX, Folder, Step, version_name
 from awex_delta.transports.disk.manifest import FileEntry, Manifest, TensorEntry, checksum, dump_manifest
 from awex_delta.transports.disk.pack import PackedFile
 from awex_delta.verdict import Kind
+from awex_delta.wire.choice import MIN_SAMPLE_BYTES
 
 _POLL_SECONDS = 0.02
 _log = logging.getLogger(__name__)
@@ -107,7 +108,11 @@ class Ranks:
 
 
 class Publisher:
-    """Writes the versions of one trainer rank, one after the other. Used by one thread at a time."""
+    """Writes the versions of one trainer rank, one after the other. Used by one thread at a time.
+
+    Attributes:
+        bytes_per_second: of this rank's last file that was large enough to tell; None before the first.
+    """
 
     def __init__(
         self,
@@ -132,6 +137,7 @@ class Publisher:
         self._keep_anchors = keep_anchors
         self._step = on_step
         self._check = check
+        self.bytes_per_second: float | None = None
         self._last: Manifest | None = None  # what rank 0 published last
         self._run_id = ""
         self._life = ""
@@ -167,7 +173,10 @@ class Publisher:
         return failure
 
     def _write(self, job: Job, packed: PackedFile) -> None:
+        since = time.perf_counter()
         self._folder.put(f"{version_name(job.version)}/{packed.file.name}", packed.chunks, self._step)
+        if packed.file.size >= MIN_SAMPLE_BYTES:
+            self.bytes_per_second = packed.file.size / max(time.perf_counter() - since, 1e-6)
 
     def _conclude(self, job: Job, own: Mapping[str, Any]) -> str:
         """Rank 0: the manifest of what all ranks wrote, or why there is none."""

@@ -252,7 +252,7 @@ class DiskWriter(TrainerEnd):
 
     def _pack_delta(self, detection: Detection, scope: Scope) -> tuple[PackedFile | None, Digests]:
         share = detection.num_changed / detection.num_owned if detection.num_owned else 0.0
-        codec = cheapest(self._session.codecs, share, None)
+        codec = cheapest(self._session.codecs, share, self._publisher.bytes_per_second)
         router, seat = self._router, self._plan_seat
         shapes = {whole.name: whole.shape for whole in self._wholes}
         stored = [
