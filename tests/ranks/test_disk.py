@@ -285,6 +285,59 @@ def test_tensor_parallel_trainers_write_whole_tensors_once(build: Build, tmp_pat
     assert {e.file for e in delta.tensors if e.name == Q_PROJ} == {f.name for f in delta.files}
 
 
+def publish_again(trainers: Trainers, version: int) -> None:
+    """A full version of the weights as they are, without a step."""
+    stats = results(trainers.threads.run(lambda rank: trainers.writers[rank].update_weights(version)))
+    results(trainers.threads.run(lambda rank: trainers.writers[rank].wait()))
+    assert {one.verdict.kind for one in stats} == {Kind.FULL}
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_follower_reads_of_an_anchor_what_it_does_not_hold(
+    build: Build, tmp_path: Path, num_ranks: int
+) -> None:
+    trainers = build(Trainers, str(tmp_path))
+    engine = build(Engine, trainers, num_ranks=num_ranks)
+    trainers.write(0, 1)
+    weights = trainers.history[1]
+    assert engine.read() == 1
+    publish_again(trainers, 5)
+    stats = results(engine.try_read())
+    assert [(one.version, one.wire_bytes, one.verified) for one in stats] == [(5, 0, "full")] * num_ranks
+    assert all(reader.ready for reader in engine.readers)
+    assert engine.holds(weights)
+    # A bit that drifted, on one rank: every rank that holds a part of this tensor reads it, and no other one.
+    engine.views[-1].tensors_by_name[DOWN].view(torch.int16)[3, 5] ^= 1
+    publish_again(trainers, 7)
+    stats = results(engine.try_read())
+    whole = weights[DOWN].numel() * weights[DOWN].element_size()
+    assert [(one.version, one.wire_bytes) for one in stats] == [(7, whole)] * num_ranks
+    assert engine.holds(weights)
+    # A rank that holds nothing reads everything; what it has a part of, the others read too.
+    engine.readers[-1].invalidate()
+    publish_again(trainers, 9)
+    stats = results(engine.try_read())
+    total = sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
+    assert stats[-1].wire_bytes == total
+    cut = sum(weights[name].numel() * 2 for name in CUT)
+    assert [one.wire_bytes for one in stats[:-1]] == [cut] * (num_ranks - 1)
+    assert engine.holds(weights)
+    trainers.write(11)  # trained since: nothing is what it was
+    assert engine.read() == 11
+    assert engine.holds(trainers.history[11])
+
+
+def test_without_digests_every_anchor_is_read(build: Build, tmp_path: Path) -> None:
+    trainers = build(Trainers, str(tmp_path), verify="off")
+    engine = build(Engine, trainers)
+    trainers.write(0)
+    assert engine.read() == 0
+    publish_again(trainers, 5)
+    (stats,) = results(engine.try_read())
+    weights = trainers.history[0].values()
+    assert stats.wire_bytes == sum(tensor.numel() * tensor.element_size() for tensor in weights)
+
+
 @pytest.mark.parametrize(("sample", "encoding"), [(1, "ulp_zstd"), (1 << 20, "indices")])
 def test_the_encoding_is_chosen_by_the_speed_of_writing(
     build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sample: int, encoding: str

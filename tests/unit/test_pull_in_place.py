@@ -12,10 +12,12 @@ import torch
 from safetensors.torch import load_file
 
 from awex_delta.errors import ChainError, UpdateError
+from awex_delta.testing.ranks import results
 from awex_delta.trainers.torch_adamw import TorchAdamWTrainer
 from awex_delta.transports.disk.folder import INDEX, Folder
 from awex_delta.transports.disk.patch import HIDDEN, JOURNAL
 from awex_delta.transports.disk.pull import LocalCheckpoint, Pulled
+from awex_delta.verdict import Kind
 from tests.ranks.conftest import EMBED
 from tests.ranks.disk import Trainers, files_below, flip
 
@@ -119,6 +121,19 @@ def test_an_anchor_is_followed_in_place(trainers: Trainers, tmp_path: Path) -> N
     assert holds(path, trainers.history[3])
     assert pull(path, trainers, 2).in_place  # and back
     assert holds(path, trainers.history[2])
+
+
+def test_an_anchor_that_is_there_already_is_not_read(trainers: Trainers, tmp_path: Path) -> None:
+    path = tmp_path / "local"
+    pull(path, trainers)
+    before = shards(path)
+    results(trainers.threads.run(lambda rank: trainers.writers[rank].update_weights(5)))  # without a step
+    results(trainers.threads.run(lambda rank: trainers.writers[rank].wait()))
+    done = pull(path, trainers)
+    assert (done.version, done.bytes_read, done.in_place) == (5, 0, True)
+    assert [link.kind for link in done.links] == [Kind.FULL]
+    assert shards(path) == before
+    assert holds(path, trainers.history[1])
 
 
 @pytest.mark.parametrize("seed", range(4))

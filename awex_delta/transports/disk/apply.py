@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -118,6 +118,7 @@ def stage(
     parts: Sequence[EngineTensor],
     *,
     workers: int,
+    skip: Collection[str] = (),
     on_read: Callable[[int], None] = lambda num_bytes: None,
 ) -> list[Staged]:
     """Fetch, check and unpack what `parts` need of a version. Nothing is written.
@@ -127,6 +128,7 @@ def stage(
         manifest: of the version.
         parts: live tensors that hold exactly its base, where it is a delta.
         workers: reads at once.
+        skip: names of parts that hold what a full version would write.
         on_read: called with the bytes of every finished read, by the calling thread.
 
     Returns:
@@ -140,7 +142,8 @@ def stage(
     """
     wanted: dict[TensorEntry, list[Overlap]] = defaultdict(list)
     for overlap in find_overlaps(manifest, parts):
-        wanted[overlap.entry].append(overlap)
+        if overlap.part.name not in skip:
+            wanted[overlap.entry].append(overlap)
 
     def read(run: Sequence[TensorEntry]) -> tuple[int, list[Staged]]:
         staged = [

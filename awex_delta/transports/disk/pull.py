@@ -18,7 +18,7 @@ from pathlib import Path
 
 from awex_delta.errors import ChainError, CorruptFrameError, UpdateError, WireError
 from awex_delta.transports.disk.apply import stage, whole_parts, write
-from awex_delta.transports.disk.content import differing, sums_of
+from awex_delta.transports.disk.content import differing, matching, sums_of
 from awex_delta.transports.disk.folder import INDEX, Folder, Step, ignore_step, version_name
 from awex_delta.transports.disk.layout import WholeTensor
 from awex_delta.transports.disk.lease import Lease, leased_chain
@@ -237,7 +237,7 @@ class LocalCheckpoint:
         tip, shards = links[-1], dict[str, dict[str, str]]()
         for shard, sums in sorted(held.shards.items()):
             old, new = (load_checked(self.path / shard, sums) for _ in range(2))
-            self._bring_to(links, new, progress)
+            self._bring_to(links, new, progress, hold=True)
             shards[shard] = {name: sum_of(tensor) for name, tensor in new.items()}
             self._written_bytes += self._journal.add(tip.version, shard, old, new)
         index = dump_index(tip, shards, total_bytes(layout_of(self.path, held)))
@@ -268,7 +268,7 @@ class LocalCheckpoint:
                 tensors = empty_tensors(first, names)
             else:
                 tensors = load_checked(self.path / shard, held.shards[shard] if held else {})
-            self._bring_to(links, tensors, progress)
+            self._bring_to(links, tensors, progress, hold=first.kind is Kind.DELTA)
             packed = self._save(f"model-{name}-{number:05d}.safetensors", tensors)
             shards[packed.file.name] = {entry.key: entry.xxh3 for entry in packed.entries}
             total += sum(entry.size for entry in packed.entries)
@@ -277,16 +277,21 @@ class LocalCheckpoint:
         self._written_bytes += len(index)
         self._sweep(set(shards))
 
-    def _bring_to(self, links: Sequence[Manifest], tensors: Tensors, progress: Progress) -> None:
-        """Apply versions to the tensors of one shard, and compare each with the trainer's digests."""
+    def _bring_to(
+        self, links: Sequence[Manifest], tensors: Tensors, progress: Progress, *, hold: bool
+    ) -> None:
+        """Apply versions to the tensors of one shard, and compare each with the trainer's digests.
+
+        hold: the tensors are some version now, so a full one may be there already.
+        """
         for link in links:
-            wrong = self._bring(link, tensors, progress)
+            wrong = self._bring(link, tensors, progress, hold=hold)
             if wrong and links[0].kind is Kind.FULL:
                 raise _UnusableVersion(link, CorruptFrameError(f"it does not lead to its own {wrong}"))
             if wrong:
                 raise DamagedBaseError(f"{link.label} does not lead to its {wrong}")
 
-    def _bring(self, link: Manifest, tensors: Tensors, progress: Progress) -> list[str]:
+    def _bring(self, link: Manifest, tensors: Tensors, progress: Progress, *, hold: bool) -> list[str]:
         """Apply one version to the tensors of one shard; those that are not what the trainer had then."""
 
         def note(num_bytes: int) -> None:
@@ -296,7 +301,9 @@ class LocalCheckpoint:
 
         try:
             parts = whole_parts(tensors)
-            staged = stage(self._source, link, parts, workers=self._workers, on_read=note)
+            full = hold and link.kind is Kind.FULL
+            skip = matching(link, [sums_of(link, parts, ())]) if full else ()
+            staged = stage(self._source, link, parts, workers=self._workers, skip=skip, on_read=note)
         except (WireError, OSError) as error:
             raise _UnusableVersion(link, error) from error
         write(staged)
