@@ -36,6 +36,8 @@ def recorded() -> Iterator[tuple[Trainers, list[Job]]]:
     real = writer._publisher
 
     class Recorder:
+        bytes_per_second = None
+
         def publish(self, job: Job) -> str:
             jobs.append(job)
             return real.publish(job)
@@ -57,6 +59,7 @@ def run_and_die(work: Callable[[], object]) -> None:
     child = os.fork()
     if child == 0:
         try:
+            torch.set_num_threads(1)  # makes a pool of its own; several threads at once would each try to
             work()
         finally:
             traceback.print_exc()  # in a test that fails, the cause
