@@ -14,7 +14,9 @@ from safetensors.torch import load_file
 from awex_delta.errors import ChainError, UpdateError
 from awex_delta.testing.ranks import results
 from awex_delta.trainers.torch_adamw import TorchAdamWTrainer
-from awex_delta.transports.disk.folder import INDEX, Folder
+from awex_delta.transports.disk.chain import Catalogue
+from awex_delta.transports.disk.folder import INDEX, Folder, version_name
+from awex_delta.transports.disk.manifest import Manifest
 from awex_delta.transports.disk.patch import HIDDEN, JOURNAL
 from awex_delta.transports.disk.pull import LocalCheckpoint, Pulled
 from awex_delta.verdict import Kind
@@ -171,6 +173,26 @@ def test_a_journal_that_was_not_committed_is_dropped(trainers: Trainers, tmp_pat
     assert [link.version for link in pull(path, trainers).links] == [1]
     assert holds(path, trainers.history[1])
     assert files_below(path / JOURNAL) == ["lock"]
+
+
+def test_a_version_that_turns_out_damaged_at_the_second_shard_leaves_nothing_in_the_journal(
+    tmp_path: Path,
+) -> None:
+    trainers = Trainers(str(tmp_path / "source"))
+    trainers.write(0, 1, 2)
+    assert trainers.kinds == "FDD"
+    path, source = tmp_path / "local", Folder(trainers.url)
+    pull(path, trainers, 0)
+    last = load_file(max(path.glob("*.safetensors")))
+    manifest = Catalogue(source).get(2)
+    assert isinstance(manifest, Manifest)
+    entry = next(entry for entry in manifest.tensors if entry.name in last)
+    flip(source, f"{version_name(2)}/{entry.file}", entry.offset)
+    done = pull(path, trainers)
+    assert f"{entry.name} of version 2" in done.problems[0]
+    assert (done.version, done.in_place) == (1, True)
+    assert holds(path, trainers.history[1])
+    trainers.close()
 
 
 def test_a_damaged_journal_never_makes_a_checkpoint(trainers: Trainers, tmp_path: Path) -> None:

@@ -65,6 +65,12 @@ class Journal:
         self._files: list[FileEntry] = []
         self._entries: list[TensorEntry] = []
 
+    def begin(self) -> None:
+        """Forget what was noted and not committed."""
+        for version in self._folder.versions():
+            self._folder.remove_version(version)
+        self._files, self._entries = [], []
+
     def add(self, version: int, shard: str, old: Tensors, new: Tensors) -> int:
         """Note the elements of one shard in which `new` differs from `old`, bit by bit.
 
@@ -117,7 +123,6 @@ class Journal:
         )
         text = dump_manifest(manifest)
         self._folder.put(f"{folder}/{INDEX}", [text], self._step)
-        self._files, self._entries = [], []
         return len(index) + len(text)
 
     def finish(self, begin: Callable[[int], None], on_write: Callable[[int], None]) -> str:

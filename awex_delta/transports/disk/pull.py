@@ -235,6 +235,7 @@ class LocalCheckpoint:
     def _patch(self, held: Marker, links: Sequence[Manifest], progress: Progress) -> None:
         """Note in the journal what changes in each shard, one at a time."""
         tip, shards = links[-1], dict[str, dict[str, str]]()
+        self._journal.begin()
         for shard, sums in sorted(held.shards.items()):
             old, new = (load_checked(self.path / shard, sums) for _ in range(2))
             self._bring_to(links, new, progress, hold=True)
