@@ -195,13 +195,6 @@ def _disk_problems(train: TrainEngineConfig) -> Iterator[str]:
                 "weight_update_transport = 'disk' needs a folder",
                 "name one that trainer and engines reach, such as /shared/run or s3://bucket/run",
             )
-        if train.weight_update_delta_encoding == "ulp_context":
-            yield _problem(
-                "train.weight_update_delta_encoding",
-                train.weight_update_delta_encoding,
-                "readers of a folder do not know which ranges each trainer rank owns, which it needs",
-                "set weight_update_delta_encoding: ulp_zstd",
-            )
         if train.weight_update_release_grad_buffers:
             yield _problem(
                 "train.weight_update_release_grad_buffers",

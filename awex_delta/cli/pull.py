@@ -32,7 +32,8 @@ def pull(
 ) -> None:
     """Bring a local HF checkpoint to the newest version of a folder, tensor by tensor, each one verified.
 
-    At any moment, also after a kill, the checkpoint loads as exactly one version.
+    Elements that changed are stored in the shards that are there, in place. After a kill, at any moment, the
+    checkpoint loads as exactly one version, or as none until the next pull, which finishes what was begun.
     The JSON of a pull is one line.
 
     Args:
@@ -89,7 +90,9 @@ def _pull(checkpoint: pulling.LocalCheckpoint, version: int | None, console: Con
         done = checkpoint.pull(
             version,
             pulling.Progress(
-                begin=lambda total: bar.update(task, total=total, completed=0, visible=True),
+                begin=lambda what, total: bar.update(
+                    task, description=what, total=total, completed=0, visible=True
+                ),
                 advance=lambda num_bytes: bar.advance(task, num_bytes),
             ),
         )
@@ -100,9 +103,19 @@ def _pull(checkpoint: pulling.LocalCheckpoint, version: int | None, console: Con
 
 def _report(done: pulling.Pulled, *, as_json: bool) -> None:
     if as_json:
-        record = {"version": done.version, "applied": len(done.links), "bytes_read": done.bytes_read}
+        record = {
+            "version": done.version,
+            "applied": len(done.links),
+            "in_place": done.in_place,
+            "bytes_read": done.bytes_read,
+            "bytes_written": done.bytes_written,
+        }
         print_json({**record, "problems": [str(problem) for problem in done.problems]}, indent=None)
     elif done.links:
-        typer.echo(f"version {done.version}: {len(done.links)} applied, {done.bytes_read} bytes read")
+        how = "in place" if done.in_place else "into new shards"
+        typer.echo(
+            f"version {done.version}: {len(done.links)} applied {how}, "
+            f"{done.bytes_read} bytes read, {done.bytes_written} written"
+        )
     else:
         typer.echo(f"version {done.version}: nothing to do")

@@ -84,6 +84,7 @@ class Trainers:
         ]
         self.history: dict[int, Weights] = {}
         self.kinds = ""
+        self.closed = False
 
     def weights(self) -> Weights:
         """A copy of the trainer's whole weights, by HF name."""
@@ -107,9 +108,11 @@ class Trainers:
         return stats
 
     def close(self) -> None:
-        """Leave on every rank."""
-        self.threads.run(lambda rank: self.writers[rank].close())
-        self.threads.close()
+        """Leave on every rank, once."""
+        if not self.closed:
+            self.closed = True
+            self.threads.run(lambda rank: self.writers[rank].close())
+            self.threads.close()
 
 
 class Engine:

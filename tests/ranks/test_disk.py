@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import threading
+import time
 import uuid
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,6 +23,7 @@ from awex_delta.trainers.torch_adamw import TorchAdamWTrainer
 from awex_delta.transports.disk.chain import Catalogue
 from awex_delta.transports.disk.folder import INDEX, Folder, version_name
 from awex_delta.transports.disk.manifest import Manifest
+from awex_delta.transports.disk.pull import LocalCheckpoint
 from awex_delta.transports.disk.reader import DiskReader
 from awex_delta.types import TrainerLayout, WeightInfo
 from awex_delta.verdict import Kind, Reason
@@ -182,6 +184,7 @@ def test_a_trainer_that_starts_again_withdraws_what_followed(build: Build, tmp_p
     first.write(0, 1, 2, 3)
     engine = build(Engine, first, num_ranks=2)
     assert engine.read() == 3
+    first.close()
     again = build(Trainers, str(tmp_path), seed=7)
     again.write(1)
     assert Catalogue(Folder(str(tmp_path))).get(2) is None
@@ -280,6 +283,129 @@ def test_tensor_parallel_trainers_write_whole_tensors_once(build: Build, tmp_pat
     assert isinstance(delta, Manifest)
     assert sum(entry.name == NORM for entry in delta.tensors) <= 1  # replicas write once
     assert {e.file for e in delta.tensors if e.name == Q_PROJ} == {f.name for f in delta.files}
+
+
+def publish_again(trainers: Trainers, version: int) -> None:
+    """A full version of the weights as they are, without a step."""
+    stats = results(trainers.threads.run(lambda rank: trainers.writers[rank].update_weights(version)))
+    results(trainers.threads.run(lambda rank: trainers.writers[rank].wait()))
+    assert {one.verdict.kind for one in stats} == {Kind.FULL}
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_follower_reads_of_an_anchor_what_it_does_not_hold(
+    build: Build, tmp_path: Path, num_ranks: int
+) -> None:
+    trainers = build(Trainers, str(tmp_path))
+    engine = build(Engine, trainers, num_ranks=num_ranks)
+    trainers.write(0, 1)
+    weights = trainers.history[1]
+    assert engine.read() == 1
+    publish_again(trainers, 5)
+    stats = results(engine.try_read())
+    assert [(one.version, one.wire_bytes, one.verified) for one in stats] == [(5, 0, "full")] * num_ranks
+    assert all(reader.ready for reader in engine.readers)
+    assert engine.holds(weights)
+    # A bit that drifted, on one rank: every rank that holds a part of this tensor reads it, and no other one.
+    engine.views[-1].tensors_by_name[DOWN].view(torch.int16)[3, 5] ^= 1
+    publish_again(trainers, 7)
+    stats = results(engine.try_read())
+    whole = weights[DOWN].numel() * weights[DOWN].element_size()
+    assert [(one.version, one.wire_bytes) for one in stats] == [(7, whole)] * num_ranks
+    assert engine.holds(weights)
+    # A rank that holds nothing reads everything; what it has a part of, the others read too.
+    engine.readers[-1].invalidate()
+    publish_again(trainers, 9)
+    stats = results(engine.try_read())
+    total = sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
+    assert stats[-1].wire_bytes == total
+    cut = sum(weights[name].numel() * 2 for name in CUT)
+    assert [one.wire_bytes for one in stats[:-1]] == [cut] * (num_ranks - 1)
+    assert engine.holds(weights)
+    trainers.write(11)  # trained since: nothing is what it was
+    assert engine.read() == 11
+    assert engine.holds(trainers.history[11])
+
+
+def test_without_digests_every_anchor_is_read(build: Build, tmp_path: Path) -> None:
+    trainers = build(Trainers, str(tmp_path), verify="off")
+    engine = build(Engine, trainers)
+    trainers.write(0)
+    assert engine.read() == 0
+    publish_again(trainers, 5)
+    (stats,) = results(engine.try_read())
+    weights = trainers.history[0].values()
+    assert stats.wire_bytes == sum(tensor.numel() * tensor.element_size() for tensor in weights)
+
+
+@pytest.mark.parametrize(("sample", "encoding"), [(1, "ulp_zstd"), (1 << 20, "indices")])
+def test_the_encoding_is_chosen_by_the_speed_of_writing(
+    build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sample: int, encoding: str
+) -> None:
+    monkeypatch.setattr("awex_delta.transports.disk.publish.MIN_SAMPLE_BYTES", sample)
+    slow = build(
+        Trainers,
+        str(tmp_path),
+        encoding="auto",
+        on_step=lambda step: time.sleep(0.1) if step.startswith("sync weight_v000000/model-") else None,
+    )
+    slow.write(0)  # some hundred bytes in a tenth of a second, where that counts as a measurement
+    rates = [writer._publisher.bytes_per_second for writer in slow.writers]
+    assert all(rate is not None and rate < 1e5 for rate in rates) if sample == 1 else rates == [None, None]
+    slow.write(1)
+    manifest = Catalogue(Folder(slow.url)).get(1)
+    assert isinstance(manifest, Manifest)
+    assert {entry.encoding for entry in manifest.tensors} - {"whole"} == {encoding}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("cut", [False, True], ids=["data parallel", "tensor parallel"])
+def test_positions_among_weights_of_one_exponent_are_read_back(
+    build: Build, tmp_path: Path, cut: bool
+) -> None:
+    options: dict[str, Any] = {"encoding": "ulp_context", "anchor_interval": 4}
+    if cut:
+        settings = replace(DISK_SETTINGS, encoding="ulp_context")
+        options["views"] = [TensorParallel.cut(rank, settings) for rank in range(2)]
+    trainers = build(Trainers, str(tmp_path / "run"), **options)
+    engine = build(Engine, trainers, shapes=SHAPES) if cut else build(Engine, trainers)
+    local = LocalCheckpoint(tmp_path / "local", Folder(trainers.url))
+    for version in range(5):
+        trainers.write(version)
+        weights = joined(trainers) if cut else trainers.history[version]
+        assert engine.read() == version
+        assert engine.holds({name: tensor.clone() for name, tensor in weights.items()})
+        assert local.pull().in_place is (version > 0)
+        found = {k: v for file in local.path.glob("*.safetensors") for k, v in load_file(file).items()}
+        assert found.keys() == weights.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in weights.items())
+    assert trainers.kinds == "FDDDD"
+    late = build(Engine, trainers, shapes=SHAPES) if cut else build(Engine, trainers)
+    assert late.read() == 4  # every link after the other, each on the weights of the one before
+    assert late.holds({name: tensor.clone() for name, tensor in weights.items()})
+    manifest = Catalogue(Folder(trainers.url)).get(4)
+    assert isinstance(manifest, Manifest)
+    packed = [entry for entry in manifest.tensors if entry.encoding == "ulp_context"]
+    assert {entry.file for entry in packed} == {file.name for file in manifest.files}
+    spans = [sum(stop - start for start, stop in entry.owned) for entry in packed]
+    parts = 1 if cut else 2  # what one of two ranks owns of the box
+    assert spans == [entry.numel // parts for entry in packed]
+
+
+def test_a_rank_that_holds_a_part_cannot_read_positions_among_weights(build: Build, tmp_path: Path) -> None:
+    trainers = build(Trainers, str(tmp_path), encoding="ulp_context", anchor_interval=1)
+    engine = build(Engine, trainers, num_ranks=2)
+    trainers.write(0)
+    assert engine.read() == 0
+    trainers.write(1)
+    for error in engine.try_read():
+        assert isinstance(error, UpdateAborted)
+        assert "set weight_update_delta_encoding: ulp_zstd on the trainer" in str(error)
+    assert engine.holds(trainers.history[0])
+    assert all(reader.ready for reader in engine.readers)
+    trainers.write(2)  # an anchor
+    assert engine.read() == 2
+    assert engine.holds(trainers.history[2])
 
 
 def test_rows_of_vocabulary_padding_are_not_written(build: Build, tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ def test_a_full_disk_fails_the_version_on_all_ranks_and_the_next_one_is_full(
 
 def test_waiting_tells_what_went_wrong_once(build: Build, full_disk: str) -> None:
     trainers = build(Trainers, full_disk)
-    FullDisk.room = 0
+    FullDisk.room = 256  # for a sign of life, and no more
     results(trainers.begin(0))
     errors = trainers.threads.run(lambda rank: trainers.writers[rank].wait())
     assert all(isinstance(error, UpdateAborted) for error in errors)

@@ -22,6 +22,7 @@ from awex_delta.errors import ChainError, ConfigError
 from awex_delta.rendezvous import Rendezvous
 from awex_delta.trainers.torch_adamw import TorchAdamWTrainer
 from awex_delta.transports.disk.folder import INDEX, Folder, version_name
+from awex_delta.transports.disk.patch import JOURNAL
 from awex_delta.transports.disk.pull import LocalCheckpoint
 from awex_delta.types import DeltaSettings
 from tests.ranks.disk import Engine, Trainers, delta_file, files_below, flip, model_file
@@ -109,7 +110,14 @@ def test_transformers_loads_anchors_and_generates_the_same_after_replay(build: B
     assert invoke("pull", str(tmp_path / "run"), str(checkpoint)).stdout.startswith("version 2: 3 applied")
     assert invoke("pull", str(tmp_path / "run"), str(checkpoint)).stdout == "version 2: nothing to do\n"
     again = json.loads(invoke("pull", str(tmp_path / "run"), str(checkpoint), "--json").stdout)
-    assert again == {"version": 2, "applied": 0, "bytes_read": 0, "problems": []}
+    assert again == {
+        "version": 2,
+        "applied": 0,
+        "in_place": False,
+        "bytes_read": 0,
+        "bytes_written": 0,
+        "problems": [],
+    }
     assert generated(loaded(checkpoint)) == generated(model)
     with pytest.raises(ValueError, match=r"config\.json"):
         loaded(tmp_path / "run" / version_name(2))  # changes are not taken for weights
@@ -138,11 +146,13 @@ def test_pull_replaces_a_checkpoint_of_one_file(build: Build, tmp_path: Path) ->
     (local / "tokenizer.json").write_text("{}")
     assert (local / "model.safetensors").exists()
     trainers.write(0)
-    LocalCheckpoint(local, Folder(str(tmp_path / "run"))).pull()
+    done = LocalCheckpoint(local, Folder(str(tmp_path / "run"))).pull()
+    assert done.problems == ("model.safetensors is of no version that is known: whole shards are written",)
     assert files_below(local) == [
+        f"{JOURNAL}/lock",
         "config.json",
         "generation_config.json",
-        "model-v000000-00001.safetensors",
+        shards_of(local)[0].name,
         INDEX,
         "tokenizer.json",
     ]
@@ -154,6 +164,11 @@ def local_weights(path: Path) -> dict[str, torch.Tensor]:
     index = json.loads((path / INDEX).read_text())
     shards = {name: load_file(path / name) for name in sorted(set(index["weight_map"].values()))}
     return {name: shards[file][name] for name, file in index["weight_map"].items()}
+
+
+def shards_of(path: Path) -> list[Path]:
+    """The shards that loaders find, by name."""
+    return sorted(path.glob("*.safetensors"))
 
 
 def same(path: Path, weights: dict[str, torch.Tensor]) -> bool:
@@ -173,15 +188,14 @@ def test_pull_follows_versions_and_repairs_a_damaged_checkpoint(build: Build, tm
     assert [link.version for link in done.links] == [2]
     assert same(local.path, trainers.history[2])
     assert local.pull().links == ()
-    shard = local.path / "model-v000002-00001.safetensors"
+    shard = shards_of(local.path)[0]
     content = bytearray(shard.read_bytes())
     content[-1] ^= 1
     shard.write_bytes(bytes(content))
     trainers.write(3, 4)
     assert local.pull(4).version == 4
     flip(Folder(trainers.url), delta_file(4), -2)
-    shard = local.path / "model-v000004-00002.safetensors"
-    shard.unlink()
+    shards_of(local.path)[1].unlink()
     trainers.write(5)
     assert trainers.kinds == "FDDFDD"
     with pytest.raises(ChainError, match="version 4"):
@@ -197,7 +211,7 @@ def test_pull_finds_a_damaged_base_and_begins_at_the_anchor(build: Build, tmp_pa
     local = LocalCheckpoint(tmp_path / "local", Folder(trainers.url))
     trainers.write(0)
     local.pull()
-    shard = local.path / "model-v000000-00001.safetensors"
+    shard = shards_of(local.path)[0]
     content = bytearray(shard.read_bytes())
     content[-1] ^= 1
     shard.write_bytes(bytes(content))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
-from awex_delta.engines.tensors import gather_from, scatter_into
+from awex_delta.engines.tensors import gather_from, read_range, scatter_into
 from awex_delta.errors import CorruptFrameError, LayoutError
 from awex_delta.plan.geometry import Box, select
 from awex_delta.plan.specs import WIRE_DTYPES, dtype_name
@@ -17,8 +18,8 @@ from awex_delta.transports.disk.folder import Folder, version_name
 from awex_delta.transports.disk.manifest import WHOLE, Manifest, TensorEntry, checksum
 from awex_delta.types import EngineTensor
 from awex_delta.verdict import Kind
-from awex_delta.wire.codec import RegionChange, settle
-from awex_delta.wire.registry import CODECS
+from awex_delta.wire.codec import Context, RegionChange, settle
+from awex_delta.wire.registry import CODECS, codec_named
 
 _MAX_READ_BYTES = 1 << 26
 """Neighbours in a file are read together up to this size."""
@@ -117,6 +118,7 @@ def stage(
     parts: Sequence[EngineTensor],
     *,
     workers: int,
+    skip: Collection[str] = (),
     on_read: Callable[[int], None] = lambda num_bytes: None,
 ) -> list[Staged]:
     """Fetch, check and unpack what `parts` need of a version. Nothing is written.
@@ -126,6 +128,7 @@ def stage(
         manifest: of the version.
         parts: live tensors that hold exactly its base, where it is a delta.
         workers: reads at once.
+        skip: names of parts that hold what a full version would write.
         on_read: called with the bytes of every finished read, by the calling thread.
 
     Returns:
@@ -133,12 +136,14 @@ def stage(
 
     Raises:
         LayoutError: the version does not fit the tensors.
+        ConfigError: this machine lacks what the encoding needs.
         CorruptFrameError: bytes are damaged.
         OSError: a file is gone, or cannot be read.
     """
     wanted: dict[TensorEntry, list[Overlap]] = defaultdict(list)
     for overlap in find_overlaps(manifest, parts):
-        wanted[overlap.entry].append(overlap)
+        if overlap.part.name not in skip:
+            wanted[overlap.entry].append(overlap)
 
     def read(run: Sequence[TensorEntry]) -> tuple[int, list[Staged]]:
         staged = [
@@ -194,10 +199,11 @@ def _unpack(entry: TensorEntry, body: torch.Tensor, overlap: Overlap) -> Staged:
     if entry.encoding == WHOLE:
         value = body.view(dtype).view(entry.extent)[overlap.source.slices]
         return Staged(overlap=overlap, value=value, index=None)
-    codec = CODECS.get(entry.encoding)
-    if codec is None or codec.needs_context:
+    if entry.encoding not in CODECS:
         raise CorruptFrameError(f"{entry.name} is packed as {entry.encoding!r}, which is not known here")
-    (change,) = codec.decode(body, [entry.count], [entry.numel], dtype)
+    codec = codec_named(entry.encoding)
+    contexts = [_context(entry, overlap)] if codec.needs_context else []
+    (change,) = codec.decode(body, [entry.count], [entry.numel], dtype, contexts)
     change = _cut(change, entry, overlap.source)
     index = change.index if change.index is not None else torch.arange(change.numel)
     if change.code is not None and index.numel():
@@ -205,6 +211,16 @@ def _unpack(entry: TensorEntry, body: torch.Tensor, overlap: Overlap) -> Staged:
         old = gather_from(target, index.to(target.device)).cpu()
         change = settle(change, old)
     return Staged(overlap=overlap, value=change.value, index=index)
+
+
+def _context(entry: TensorEntry, overlap: Overlap) -> Context:
+    """What the live weights say of a stored box, of which they hold all."""
+    if overlap.source.shape != entry.extent:
+        raise LayoutError(
+            f"{entry.name} is packed as {entry.encoding!r}, which takes all of its weights to read, and this "
+            "rank holds a part of them: set weight_update_delta_encoding: ulp_zstd on the trainer"
+        )
+    return Context(owned=entry.owned, read=partial(read_range, overlap.target))
 
 
 def _cut(change: RegionChange, entry: TensorEntry, box: Box) -> RegionChange:

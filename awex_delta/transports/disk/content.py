@@ -132,20 +132,32 @@ def differing(manifest: Manifest, ranks: Sequence[Sequence[PartSum]]) -> list[st
         manifest: of the version.
         ranks: what every rank of one engine holds; ranks may hold the same part.
     """
+    return sorted(name for name, equal in _compare(manifest, ranks) if equal is False)
+
+
+def matching(manifest: Manifest, ranks: Sequence[Sequence[PartSum]]) -> set[str]:
+    """Tensors whose digest is the trainers', on every rank that holds a part. Arguments of `differing`."""
+    return {name for name, equal in _compare(manifest, ranks) if equal}
+
+
+def _compare(manifest: Manifest, ranks: Sequence[Sequence[PartSum]]) -> Iterator[tuple[str, bool | None]]:
+    """Each tensor, and whether its digest is the trainers'; None where that cannot be told."""
     parts: dict[str, dict[tuple[int, ...], PartSum]] = defaultdict(dict)
-    wrong: set[str] = set()
+    contradicted: set[str] = set()
     for one in (one for rank in ranks for one in rank):
         known = parts[one.name].setdefault(one.offset, one)
         if known.sum != one.sum:
-            wrong.add(one.name)
+            contradicted.add(one.name)
     for name, places in parts.items():
         held = list(places.values())
         stored = name if name in manifest.digest else manifest.tied.get(name, "")
         complete = sum(one.numel for one in held) == held[0].whole
-        total = f"{sum(one.sum for one in held) % MODULUS:016x}"
-        if complete and manifest.digest.get(stored, total) != total:
-            wrong.add(name)
-    return sorted(wrong)
+        if name in contradicted:
+            yield name, False
+        elif not complete or stored not in manifest.digest:
+            yield name, None
+        else:
+            yield name, f"{sum(one.sum for one in held) % MODULUS:016x}" == manifest.digest[stored]
 
 
 def dump_sums(sums: Sequence[PartSum]) -> Any:

@@ -119,6 +119,11 @@ class Folder:
             return []
         return sorted(str(path).rstrip("/").rpartition("/")[2] for path in paths)
 
+    def rename(self, old: str, new: str) -> None:
+        """Give a file another name."""
+        self._fs.mv(self._path(old), self._path(new))
+        self._sync_folder(self._path(new))
+
     def remove(self, name: str) -> None:
         """Remove a file, if it is there."""
         with suppress(FileNotFoundError):

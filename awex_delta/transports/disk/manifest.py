@@ -47,6 +47,7 @@ class TensorEntry(_Entry):
     start, extent: the box.
     encoding: `whole`, or how the changed elements of the box are packed.
     count: elements that are stored.
+    owned: half-open ranges of positions in the box that its writer owned, for encodings that use them.
     key: what the safetensors file calls it.
     xxh3: of these bytes.
     """
@@ -58,6 +59,7 @@ class TensorEntry(_Entry):
     extent: Sizes
     encoding: str
     count: Count
+    owned: tuple[tuple[Count, Count], ...] = ()
     file: FileName
     key: str
     offset: Count
@@ -76,6 +78,9 @@ class TensorEntry(_Entry):
         ends = [a + n for a, n in zip(self.start, self.extent, strict=True)]
         if any(end > size for end, size in zip(ends, self.shape, strict=True)) or self.count > self.numel:
             raise ValueError("the box lies outside its tensor, or holds less than it counts")
+        edges = [edge for span in self.owned for edge in span]
+        if edges != sorted(edges) or max(edges, default=0) > self.numel:
+            raise ValueError("the owned ranges lie outside the box, or out of order")
         width = WIRE_DTYPES[self.dtype].itemsize
         if self.encoding == WHOLE and (self.count != self.numel or self.size != self.numel * width):
             raise ValueError("a whole box has another size than its values")

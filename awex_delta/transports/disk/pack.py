@@ -13,9 +13,11 @@ from awex_delta.plan.regions import Region
 from awex_delta.plan.specs import dtype_name
 from awex_delta.transports.disk.layout import WholeTensor
 from awex_delta.transports.disk.manifest import WHOLE, FileEntry, TensorEntry, checksum
-from awex_delta.wire.codec import Codec, RegionChange, as_bytes
+from awex_delta.wire.codec import Codec, IndicesCodec, RegionChange, as_bytes, whole_is_smaller
 
-_SAFETENSORS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.uint8: "U8"}
+SAFETENSORS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.uint8: "U8"}
+"""What safetensors calls the dtypes."""
+
 _UNKNOWN = "0" * 16
 
 
@@ -57,6 +59,30 @@ def whole_item(whole: WholeTensor, value: torch.Tensor) -> Item:
     )
 
 
+def changed_item(name: str, value: torch.Tensor, index: torch.Tensor) -> Item:
+    """The changed elements of a whole tensor; all of them where that is smaller.
+
+    Args:
+        name: of the tensor.
+        value: the tensor as it is to be.
+        index: int64 [n], ascending flat positions of what changed.
+    """
+    codec = IndicesCodec()
+    change = RegionChange(numel=value.numel(), value=value.reshape(-1)[index], index=index)
+    whole = whole_is_smaller(codec, change, value.dtype)
+    return _item(
+        name,
+        name,
+        value if whole else codec.encode([change], value.dtype),
+        shape=tuple(value.shape),
+        start=(0,) * value.dim(),
+        extent=tuple(value.shape),
+        encoding=WHOLE if whole else codec.name,
+        dtype=dtype_name(value.dtype),
+        count=value.numel() if whole else index.numel(),
+    )
+
+
 def delta_items(
     found: Iterable[tuple[Region, RegionChange]], shapes: Mapping[str, tuple[int, ...]], codec: Codec
 ) -> list[Item]:
@@ -93,6 +119,7 @@ def _delta_item(
         encoding=encoding,
         dtype=dtype_name(region.dtype),
         count=change.value.numel(),
+        owned=change.context.owned if change.context is not None and encoding != WHOLE else (),
     )
 
 
@@ -121,7 +148,7 @@ def pack_file(name: str, items: Sequence[Item]) -> PackedFile:
     for item in ordered:
         begin, end = end, end + item.entry.size
         header[item.entry.key] = {
-            "dtype": _SAFETENSORS[item.stored.dtype],
+            "dtype": SAFETENSORS[item.stored.dtype],
             "shape": list(item.stored.shape),
             "data_offsets": [begin, end],
         }

@@ -13,12 +13,12 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
-from awex_delta.errors import ConnectError, PeerError
+from awex_delta.errors import ConnectError, PeerError, UpdateAborted
 from awex_delta.rendezvous import Rendezvous
 from awex_delta.store import BoundedStore
 from awex_delta.transports.disk.chain import Catalogue, expired
@@ -27,6 +27,7 @@ from awex_delta.transports.disk.folder import INDEX, Folder, Step, version_name
 from awex_delta.transports.disk.manifest import FileEntry, Manifest, TensorEntry, checksum, dump_manifest
 from awex_delta.transports.disk.pack import PackedFile
 from awex_delta.verdict import Kind
+from awex_delta.wire.choice import MIN_SAMPLE_BYTES
 
 _POLL_SECONDS = 0.02
 _log = logging.getLogger(__name__)
@@ -107,9 +108,20 @@ class Ranks:
 
 
 class Publisher:
-    """Writes the versions of one trainer rank, one after the other. Used by one thread at a time."""
+    """Writes the versions of one trainer rank, one after the other. Used by one thread at a time.
 
-    def __init__(self, folder: Folder, ranks: Ranks, keep_anchors: int, on_step: Step) -> None:
+    Attributes:
+        bytes_per_second: of this rank's last file that was large enough to tell; None before the first.
+    """
+
+    def __init__(
+        self,
+        folder: Folder,
+        ranks: Ranks,
+        keep_anchors: int,
+        on_step: Step,
+        check: Callable[[], str] = lambda: "",
+    ) -> None:
         """Remember where; nothing is read or written.
 
         Args:
@@ -117,11 +129,15 @@ class Publisher:
             ranks: the other trainer ranks.
             keep_anchors: full versions to keep.
             on_step: called as each step of writing begins; what it raises fails the version.
+            check: why this run may not write any more, empty where it may; asked by rank 0 before it changes
+                what others have written.
         """
         self._folder = folder
         self._ranks = ranks
         self._keep_anchors = keep_anchors
         self._step = on_step
+        self._check = check
+        self.bytes_per_second: float | None = None
         self._last: Manifest | None = None  # what rank 0 published last
         self._run_id = ""
         self._life = ""
@@ -157,7 +173,10 @@ class Publisher:
         return failure
 
     def _write(self, job: Job, packed: PackedFile) -> None:
+        since = time.perf_counter()
         self._folder.put(f"{version_name(job.version)}/{packed.file.name}", packed.chunks, self._step)
+        if packed.file.size >= MIN_SAMPLE_BYTES:
+            self.bytes_per_second = packed.file.size / max(time.perf_counter() - since, 1e-6)
 
     def _conclude(self, job: Job, own: Mapping[str, Any]) -> str:
         """Rank 0: the manifest of what all ranks wrote, or why there is none."""
@@ -175,6 +194,8 @@ class Publisher:
         return ""
 
     def _publish(self, job: Job, parts: list[Mapping[str, Any]]) -> None:
+        if problem := self._check():
+            raise UpdateAborted(problem)
         manifest = self._manifest(job, parts)
         folder = version_name(job.version)
         if job.kind is Kind.FULL:

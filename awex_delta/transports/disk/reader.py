@@ -21,13 +21,13 @@ from awex_delta.rendezvous import Rendezvous
 from awex_delta.session import Stopwatch
 from awex_delta.transports.disk.apply import Staged, stage, write
 from awex_delta.transports.disk.chain import Catalogue, Chain, find_chain
-from awex_delta.transports.disk.content import PartSum, differing, dump_sums, load_sums, sums_of
+from awex_delta.transports.disk.content import PartSum, differing, dump_sums, load_sums, matching, sums_of
 from awex_delta.transports.disk.folder import Folder
 from awex_delta.transports.disk.lease import Lease, leased_chain
 from awex_delta.transports.disk.manifest import Manifest
 from awex_delta.transports.disk.peers import Peers, Word
 from awex_delta.types import DeltaSettings, EngineView, UpdateStats
-from awex_delta.verdict import Reason, Verdict
+from awex_delta.verdict import Kind, Reason, Verdict
 
 logger = logging.getLogger(__name__)
 
@@ -203,13 +203,21 @@ class DiskReader:
     def _reach(self, tip: Manifest, refused: Collection[str]) -> set[str]:
         """Go to `tip` with all ranks. Returns ids of versions that turned out unusable; then ranks differ."""
         links: Sequence[Manifest] = ()
+        held: dict[str, Any] = {}
         staged: list[Staged] = []
         word = Word(phase="stage")
         try:
             links = self._links(tip, refused)
-            staged = self._stage(links[0]) if links else []
+            held = self._held_sums(links)
         except Exception as error:  # noqa: BLE001 - the phase boundary: every rank must learn of it
-            word = self._blame("stage", links[0] if links else tip, error)
+            word = self._blame("stage", tip, error)
+        ranks = self._peers.exchange(held, phase="what is held")
+        try:
+            if links and not word.failure:
+                known = [load_sums(rank[links[0].id]) for rank in ranks if links[0].id in rank]
+                staged = self._stage(links[0], matching(links[0], known) if held else ())
+        except Exception as error:  # noqa: BLE001 - the phase boundary: every rank must learn of it
+            word = self._blame("stage", links[0], error)
         if blamed := self._conclude(word):
             return blamed  # nobody has written anything
         word = Word(phase="apply")
@@ -255,13 +263,20 @@ class DiskReader:
             raise FileNotFoundError("; ".join(chain.problems) or f"{tip.label} was replaced")
         return chain.links
 
-    def _stage(self, link: Manifest) -> list[Staged]:
+    def _held_sums(self, links: Sequence[Manifest]) -> dict[str, Any]:
+        """What this rank holds, where a full version comes next: it may hold that already."""
+        if self._held is None or not links or links[0].kind is not Kind.FULL:
+            return {}
+        return {links[0].id: dump_sums(sums_of(links[0], self._view.tensors(), ()))}
+
+    def _stage(self, link: Manifest, skip: Collection[str] = ()) -> list[Staged]:
         self._on_phase("stage")
         return stage(
             self._folder,
             link,
             self._view.tensors(),
             workers=self._settings.read_workers,
+            skip=skip,
             on_read=self._note_read,
         )
 

@@ -14,6 +14,7 @@ from awex_delta.plan.ledger import check_version
 from awex_delta.rendezvous import Rendezvous
 from awex_delta.session import Stopwatch, in_step
 from awex_delta.trainer_end import TrainerEnd
+from awex_delta.transports.disk.claim import Claim
 from awex_delta.transports.disk.collect import Taken, bring_together, take_weights
 from awex_delta.transports.disk.content import Digests, of_changes, of_items, to_text
 from awex_delta.transports.disk.folder import Folder, Step, ignore_step
@@ -89,7 +90,8 @@ class DiskWriter(TrainerEnd):
         self._extra = dict(extra_files or {})
         ranks = Ranks(rendezvous, trainer_rank, settings.timeout_seconds)
         folder = Folder(settings.disk_url, options)
-        self._publisher = Publisher(folder, ranks, settings.keep_anchors, on_step)
+        self._claim = Claim(folder, settings.timeout_seconds / 3)  # the other ranks wait meanwhile
+        self._publisher = Publisher(folder, ranks, settings.keep_anchors, on_step, self._claim.check)
         self._wholes: tuple[WholeTensor, ...] = ()
         self._writing: Writing | None = None
         self._unreported = ""  # why the last version does not exist, until all ranks were told
@@ -120,8 +122,8 @@ class DiskWriter(TrainerEnd):
         Raises:
             ConfigError: `version` is not an int of at least 0.
             ConnectError: ranks are missing, or do not fit.
-            UpdateError: the version before could not be written, or this one not packed. The next one is
-                full. Call again with any version.
+            UpdateError: the version before could not be written, or this one not packed, or another run
+                writes to the folder. The next one is full. Call again with any version.
 
         Collective: yes, over the trainer ranks.
         """
@@ -138,6 +140,7 @@ class DiskWriter(TrainerEnd):
                 decision = self._session.propose(self._proposal(version, detection))
                 failure, self._unreported = self._unreported, ""
                 self._session.agree("the version before", failure)
+                self._session.agree("claim the folder", self._claim_folder())
                 watch.lap("propose")
                 stats, job = self._pack(decision, detection, watch)
         except BaseException:
@@ -168,7 +171,15 @@ class DiskWriter(TrainerEnd):
         try:
             self.wait()
         finally:
+            self._claim.release()
             self._comm.close()
+
+    def _claim_folder(self) -> str:
+        """Why this run may not write, as rank 0 finds before any rank does."""
+        if self._rank:
+            return ""
+        problem, failure = self._session.attempt(None, lambda: self._claim.take(self.run_id))
+        return problem or failure
 
     def _finish(self) -> None:
         """Take note of how the background write ended."""
@@ -241,7 +252,7 @@ class DiskWriter(TrainerEnd):
 
     def _pack_delta(self, detection: Detection, scope: Scope) -> tuple[PackedFile | None, Digests]:
         share = detection.num_changed / detection.num_owned if detection.num_owned else 0.0
-        codec = cheapest(self._session.codecs, share, None)
+        codec = cheapest(self._session.codecs, share, self._publisher.bytes_per_second)
         router, seat = self._router, self._plan_seat
         shapes = {whole.name: whole.shape for whole in self._wholes}
         stored = [
