@@ -24,6 +24,7 @@ from awex_delta.verdict import Reason
 from tests.procs.vllm_members import (
     SETTINGS,
     Answers,
+    Members,
     VllmMember,
     VllmOptions,
     addresses_of,
@@ -41,28 +42,30 @@ pytestmark = [
 ABORTED = 4
 
 
+@pytest.fixture(scope="module")
+def members() -> Iterator[Members]:
+    """Processes with vLLM imported. The engine core runs in them; cores are left to the system."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {
+            "VLLM_PLUGINS": "awex_delta",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
+            "VLLM_LOGGING_LEVEL": "ERROR",
+            "VLLM_NO_USAGE_STATS": "1",
+            "OMP_NUM_THREADS": "1",
+        }.items():
+            patch.setenv(name, value)
+        members = Members()
+        yield members
+        members.close()
+
+
 @pytest.fixture
-def member(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[VllmOptions], VllmMember]]:
-    """Starts members. The engine core runs in the member itself; cores are left to the system."""
-    for name, value in {
-        "VLLM_PLUGINS": "awex_delta",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
-        "VLLM_LOGGING_LEVEL": "ERROR",
-        "VLLM_NO_USAGE_STATS": "1",
-        "OMP_NUM_THREADS": "1",
-    }.items():
-        monkeypatch.setenv(name, value)
-    members: list[VllmMember] = []
-
-    def start(options: VllmOptions) -> VllmMember:
-        members.append(VllmMember(options))
-        return members[-1]
-
-    yield start
-    for one in members:
-        one.close()
+def member(members: Members) -> Iterator[Callable[[VllmOptions], VllmMember]]:
+    """Members without an `LLM`, another one at each call; the next test gets them again."""
+    yield members.take
+    members.give_back()
 
 
 def differing(truth: dict[str, torch.Tensor], workers: list[Any]) -> list[str]:
@@ -183,13 +186,13 @@ def test_weights_that_vllm_packed_are_refused_and_its_own_kernels_agree(
     tmp_path: Path, member: Callable[[VllmOptions], VllmMember]
 ) -> None:
     """A plain vLLM packs weights away: it cannot be followed, and it is an oracle that shares no kernel."""
+    plain, live = member(VllmOptions(backend="")), member(VllmOptions())
     for model in ("qwen3", "qwen3-moe"):
         plan = plan_of(model)
         torch.manual_seed(1)
         create: Any = AutoModelForCausalLM.from_config
         checkpoint = tmp_path / model
         create(hf_config(tiny_spec(plan)), dtype=torch.bfloat16).save_pretrained(checkpoint)
-        plain, live = member(VllmOptions(backend="")), member(VllmOptions())
         plain.ask("load", checkpoint)
         live.ask("load", checkpoint)
         with pytest.raises(RuntimeError, match=r"LayoutError.*packed the weight away after loading"):
