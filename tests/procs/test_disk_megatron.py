@@ -115,17 +115,26 @@ def live(me: Rank, case: Case, port: int, folder: Path, first: int) -> list[str]
     kinds = []
     for version in range(first, LAST + 1):
         tiny.train_step()
-        if first == 1 and version == DOOMED:
+        doomed = first == 1 and version == DOOMED
+        path = folder / f"{first}-{version}-{me.rank}.safetensors"
+        if doomed:
             writer.wait()
+            dump(tiny, path)  # afterwards this rank may be gone
             doom(writer._publisher, case.fatal if me.rank == case.victim else "")
         kinds.append(writer.update_weights(version).verdict.kind.value)
-        for chunk in tiny.chunks if case.late_gather else ():
-            chunk.start_param_sync(force_sync=True)
-        save_file(megatron_state(tiny), folder / f"{first}-{version}-{me.rank}.safetensors")
+        if not doomed:
+            dump(tiny, path)
         if first == 1 and version == SAVED:
             save_training(tiny, folder / f"checkpoint-{me.rank}")
     writer.close()
     return kinds
+
+
+def dump(tiny: TinyTrainer, path: Path) -> None:
+    """Save the rank's weights for the judge, gathered first where that is late."""
+    for chunk in tiny.chunks if tiny.spec.overlap_param_gather else ():
+        chunk.start_param_sync(force_sync=True)
+    save_file(megatron_state(tiny), path)
 
 
 def doom(publisher: Any, fatal: str) -> None:
