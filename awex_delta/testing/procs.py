@@ -27,6 +27,7 @@ _PRELOAD = (
     "awex_delta.sender",
     "awex_delta.receiver",
     "awex_delta.engines.fused",
+    "awex_delta.engines.transformers",
 )
 
 

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,8 +16,11 @@ from typing import Any
 
 import psutil
 import pytest
+from typer.testing import CliRunner
 
 import awex_delta
+from awex_delta.cli.demo_fleet import warm_up
+from awex_delta.cli.main import app
 
 ROOT = Path(awex_delta.__file__).parents[1]
 RUN = "from awex_delta.cli.main import app; app()"
@@ -60,6 +64,19 @@ def run_demo(tmp_path: Path, *options: str) -> tuple[dict[str, Any], str]:
     assert left_in(tmp_path / "tmp") == []
     parsed: dict[str, Any] = json.loads(output)
     return parsed, errors
+
+
+def run_demo_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *options: str) -> tuple[Any, str]:
+    """As `run_demo`, its launcher in this process: its members fork from a server that is warm already."""
+    report, folder = tmp_path / "report.json", tmp_path / "tmp"
+    folder.mkdir()
+    warm_up()  # before the change: the server keeps a folder of its own
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    result = CliRunner().invoke(app, ["demo", *options, "--json", str(report)])
+    assert result.exit_code == 0, result.output
+    assert result.stderr == ""
+    assert left_in(folder) == []
+    return json.loads(report.read_text()), result.stdout
 
 
 def left_in(folder: Path) -> list[str]:
@@ -115,10 +132,11 @@ def test_both_models_stay_identical_with_anchors_where_due(tmp_path: Path) -> No
     ],
 )
 def test_eight_versions_across_anchors_in_every_layout(
-    tmp_path: Path, model: str, train: str, infer: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, train: str, infer: str
 ) -> None:
-    report, _ = run_demo(
+    report, _ = run_demo_here(
         tmp_path,
+        monkeypatch,
         *("--model", model, "--train", train, "--infer", infer),
         *("--steps", "8", "--anchor-interval", "3"),
     )
@@ -127,9 +145,10 @@ def test_eight_versions_across_anchors_in_every_layout(
     assert "".join(kind[0] for _, kind in kinds(run)) == "fdddfddd"
 
 
-def test_a_killed_engine_rejoins_by_a_full_sync(tmp_path: Path) -> None:
-    report, output = run_demo(
+def test_a_killed_engine_rejoins_by_a_full_sync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    report, output = run_demo_here(
         tmp_path,
+        monkeypatch,
         *("--model", "qwen3-moe", "--train", "ep=2", "--infer", "tp=2,ep=2"),
         *("--steps", "4", "--fault", "drop-engine"),
     )
@@ -140,9 +159,12 @@ def test_a_killed_engine_rejoins_by_a_full_sync(tmp_path: Path) -> None:
     assert "engine rank 2" in run["versions"][2]["reason"]
 
 
-def test_an_engine_that_fails_while_it_writes_aborts_the_version_everywhere(tmp_path: Path) -> None:
-    report, _ = run_demo(
+def test_an_engine_that_fails_while_it_writes_aborts_the_version_everywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report, _ = run_demo_here(
         tmp_path,
+        monkeypatch,
         *("--model", "qwen3", "--train", "tp=2,pp=2", "--infer", "tp=4"),
         *("--steps", "4", "--fault", "fail-apply", "--anchor-interval", "0"),
     )
@@ -154,8 +176,12 @@ def test_an_engine_that_fails_while_it_writes_aborts_the_version_everywhere(tmp_
     assert (aborted["identical"], aborted["wire_bytes"], aborted["sent"]) == (None, 0, 0)
 
 
-def test_an_engine_that_lost_its_weights_gets_a_full_sync(tmp_path: Path) -> None:
-    report, _ = run_demo(tmp_path, "--model", "qwen3", "--steps", "4", "--fault", "stale-engine")
+def test_an_engine_that_lost_its_weights_gets_a_full_sync(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report, _ = run_demo_here(
+        tmp_path, monkeypatch, "--model", "qwen3", "--steps", "4", "--fault", "stale-engine"
+    )
     (run,) = report["runs"]
     check_promises(run)
     assert kinds(run) == [(1, "full"), (2, "delta"), (3, "full"), (4, "delta")]

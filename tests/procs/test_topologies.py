@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.procs.test_demo import check_promises, kinds, run_demo
+from tests.procs.test_demo import check_promises, kinds, run_demo_here
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -21,10 +21,11 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_eight_versions_are_identical(tmp_path: Path, layout: str) -> None:
+def test_eight_versions_are_identical(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
     model, train, infer = LAYOUTS[layout]
-    report, _ = run_demo(
+    report, _ = run_demo_here(
         tmp_path,
+        monkeypatch,
         *("--model", model, "--train", train, "--infer", infer),
         *("--steps", "8", "--anchor-interval", "3", "--hidden", "64"),
     )

@@ -24,6 +24,7 @@ from awex_delta.verdict import Reason
 from tests.procs.vllm_members import (
     SETTINGS,
     Answers,
+    Members,
     VllmMember,
     VllmOptions,
     addresses_of,
@@ -41,28 +42,30 @@ pytestmark = [
 ABORTED = 4
 
 
+@pytest.fixture(scope="module")
+def members() -> Iterator[Members]:
+    """Processes with vLLM imported. The engine core runs in them; cores are left to the system."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {
+            "VLLM_PLUGINS": "awex_delta",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
+            "VLLM_LOGGING_LEVEL": "ERROR",
+            "VLLM_NO_USAGE_STATS": "1",
+            "OMP_NUM_THREADS": "1",
+        }.items():
+            patch.setenv(name, value)
+        members = Members()
+        yield members
+        members.close()
+
+
 @pytest.fixture
-def member(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[VllmOptions], VllmMember]]:
-    """Starts members. The engine core runs in the member itself; cores are left to the system."""
-    for name, value in {
-        "VLLM_PLUGINS": "awex_delta",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
-        "VLLM_LOGGING_LEVEL": "ERROR",
-        "VLLM_NO_USAGE_STATS": "1",
-        "OMP_NUM_THREADS": "1",
-    }.items():
-        monkeypatch.setenv(name, value)
-    members: list[VllmMember] = []
-
-    def start(options: VllmOptions) -> VllmMember:
-        members.append(VllmMember(options))
-        return members[-1]
-
-    yield start
-    for one in members:
-        one.close()
+def member(members: Members) -> Iterator[Callable[[VllmOptions], VllmMember]]:
+    """Members without an `LLM`, another one at each call; the next test gets them again."""
+    yield members.take
+    members.give_back()
 
 
 def differing(truth: dict[str, torch.Tensor], workers: list[Any]) -> list[str]:
@@ -101,7 +104,8 @@ def test_vllm_generates_as_one_loaded_from_the_checkpoint(
         seen.append(engine.ask("generate"))
         checkpoint = training.checkpoint(version)
         assert differing(load_file(checkpoint / "model.safetensors"), engine.ask("rpc", state_of)) == []
-        fresh.ask("load", checkpoint)
+        # Starting takes long: the oracle starts with one version, and vLLM itself loads the others in turn.
+        fresh.ask("load" if version == 1 else "reload", checkpoint)
         assert seen[-1] == fresh.ask("generate"), version
     assert engine.ask("rpc", addresses_of) == addresses
     assert len({json.dumps(answers) for answers in seen}) == NUM_VERSIONS
@@ -128,7 +132,6 @@ def test_vllm_ranks_hold_their_parts(
         assert differing(load_file(checkpoint / "model.safetensors"), engine.ask("rpc", state_of)) == []
     assert engine.ask("rpc", addresses_of) == addresses
     training.outcome()
-    # Starting two workers takes long: the oracle starts with one version, and loads the others in turn.
     engine.ask("load", training.checkpoint(1))
     for version, followed in enumerate(seen, start=1):
         engine.ask("reload", training.checkpoint(version))
@@ -160,7 +163,7 @@ def test_a_failed_update_keeps_requests_stopped_and_the_cache_untouched(
     # Without the reset the old weights' cache is served: the tests above would notice.
     engine.ask("update_without_driver", ABORTED + 1)
     stale = engine.ask("generate")
-    fresh.ask("load", training.checkpoint(ABORTED + 1))
+    fresh.ask("reload", training.checkpoint(ABORTED + 1))
     expected = fresh.ask("generate")
     assert stale != expected
     assert engine.ask("reset_prefix_cache")
@@ -168,7 +171,7 @@ def test_a_failed_update_keeps_requests_stopped_and_the_cache_untouched(
 
     engine.ask("rpc", lose_weights)
     engine.ask("update", ABORTED + 2)
-    fresh.ask("load", training.checkpoint(ABORTED + 2))
+    fresh.ask("reload", training.checkpoint(ABORTED + 2))
     assert engine.ask("generate") == fresh.ask("generate")
     for stats in training.outcome():
         assert stats[ABORTED - 1] == "UpdateAborted"
@@ -183,13 +186,13 @@ def test_weights_that_vllm_packed_are_refused_and_its_own_kernels_agree(
     tmp_path: Path, member: Callable[[VllmOptions], VllmMember]
 ) -> None:
     """A plain vLLM packs weights away: it cannot be followed, and it is an oracle that shares no kernel."""
+    plain, live = member(VllmOptions(backend="")), member(VllmOptions())
     for model in ("qwen3", "qwen3-moe"):
         plan = plan_of(model)
         torch.manual_seed(1)
         create: Any = AutoModelForCausalLM.from_config
         checkpoint = tmp_path / model
         create(hf_config(tiny_spec(plan)), dtype=torch.bfloat16).save_pretrained(checkpoint)
-        plain, live = member(VllmOptions(backend="")), member(VllmOptions())
         plain.ask("load", checkpoint)
         live.ask("load", checkpoint)
         with pytest.raises(RuntimeError, match=r"LayoutError.*packed the weight away after loading"):

@@ -103,6 +103,40 @@ class VllmMember:
         self._process.join()
 
 
+class Members:
+    """Members by how they are started: to import vLLM costs more than to load a tiny model."""
+
+    def __init__(self) -> None:
+        self._idle: list[tuple[VllmOptions, VllmMember]] = []
+        self._taken: list[tuple[VllmOptions, VllmMember]] = []
+
+    def take(self, options: VllmOptions) -> VllmMember:
+        """One that nobody has, without an `LLM`."""
+        found = next((one for one in self._idle if one[0] == options), None)
+        if found is None:
+            found = (options, VllmMember(options))
+        else:
+            self._idle.remove(found)
+        self._taken.append(found)
+        return found[1]
+
+    def give_back(self) -> None:
+        """All that were taken. One that cannot forget its `LLM` is ended."""
+        while self._taken:
+            options, member = self._taken.pop()
+            try:
+                member.ask("unload")
+            except (EOFError, OSError, RuntimeError):
+                member.close()
+            else:
+                self._idle.append((options, member))
+
+    def close(self) -> None:
+        """End all of them."""
+        for _, member in self._idle:
+            member.close()
+
+
 def _serve(connection: Connection, options: VllmOptions) -> None:
     server = _Server(options)
     while True:
@@ -156,7 +190,7 @@ class _Server:
             from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
             self._llm.llm_engine.engine_core.shutdown()
-            self._llm = None
+            self._llm = self._driver = None
             cleanup_dist_env_and_memory()
 
     def connect(self, info: Mapping[str, Any], running: Any = "pause") -> None:
