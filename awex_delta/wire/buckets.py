@@ -50,6 +50,14 @@ class Bucket:
         return [_cut_out(regions[part.window.region], part) for part in self.parts]
 
 
+def frame_bytes(bucket_bytes: int) -> int:
+    """The most bytes of a frame: a bucket less half of what does not grow with frames, but an eighth at most.
+
+    Collective: no.
+    """
+    return bucket_bytes - min(SCRATCH_BYTES // 2, bucket_bytes // 8)
+
+
 def cut(
     regions: Sequence[RegionChange], codec: Codec, dtype: torch.dtype, bucket_bytes: int
 ) -> tuple[Bucket, ...]:
@@ -60,8 +68,7 @@ def cut(
         codec: what will pack them.
         dtype: wire dtype.
         bucket_bytes: half of what two frames may take, one that travels and one that is packed or unpacked,
-            with all that is needed for it beside positions and values (and SCRATCH_BYTES, where they are
-            more than an eighth of it); at least MIN_BUCKET_BYTES.
+            with all that is needed for it beside positions and values; at least MIN_BUCKET_BYTES.
 
     Returns:
         Buckets whose spans follow each other from the first element to the last.
@@ -82,7 +89,7 @@ class _Cutter:
 
     def __init__(self, codec: Codec, dtype: torch.dtype, bucket_bytes: int, num_regions: int) -> None:
         self._codec, self._dtype, self._bucket_bytes = codec, dtype, bucket_bytes
-        self._limit = bucket_bytes - min(SCRATCH_BYTES // 2, bucket_bytes // 8)
+        self._limit = frame_bytes(bucket_bytes)
         self._num_regions = num_regions
         self._done: list[Bucket] = []
         self._begin = 0
