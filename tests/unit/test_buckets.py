@@ -199,6 +199,14 @@ def test_each_fault_of_a_frame_has_its_own_error(codec: Codec) -> None:
 # --- live weights -------------------------------------------------------------------------------------------
 
 
+def test_a_range_of_strided_weights_copies_about_its_own_size() -> None:
+    """Experts that lie transposed: a row of the first dimension has a million elements."""
+    live = torch.zeros(3, 1000, 1000).transpose(1, 2)
+    for start in (0, 999_500, 1_500_300):
+        found = read_range(live, start, start + 1000)
+        assert found.untyped_storage().nbytes() in (1000 * 4, live.untyped_storage().nbytes())
+
+
 @pytest.mark.parametrize("view", ["whole", "columns", "transposed", "deep", "scalar"])
 def test_ranges_of_live_weights_count_row_by_row(view: str) -> None:
     storage = torch.arange(6 * 10 * 4).view(6, 10, 4).float()
