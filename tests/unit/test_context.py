@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from awex_delta.errors import ConfigError, CorruptFrameError, WireError
 from awex_delta.numerics.ulp import UNSTATED, step_code
 from awex_delta.wire import context as module
+from awex_delta.wire.classes import Classes, load_loops
 from awex_delta.wire.codec import Context, RegionChange, settle
 from awex_delta.wire.registry import CODECS, codec_named, codecs_for
 
@@ -80,7 +81,7 @@ def test_the_walk_counts_what_a_slow_oracle_counts(block: int, monkeypatch: pyte
 
 def test_a_walk_finds_no_more_changes_than_there_are_slots() -> None:
     """Over any number of blocks: where a receiver's base is another one, anything may be found."""
-    loops, bits = module.load_loops(), np.full(40, 0x3F80, np.uint16)
+    loops, bits = load_loops(), np.full(40, 0x3F80, np.uint16)
     cursors, left = np.zeros((256, 7), np.int64), np.full(256, loops.NEVER)
     cursors[127, loops.LAST], left[127] = 2, 0
     memory, new = np.full(12, -7, np.int64), np.full(12, 7, np.uint16)
@@ -194,8 +195,8 @@ def test_gaps_of_any_length(top: int, shift: int) -> None:
     """Two exponents: what `split_gaps` writes, `next_gap` reads, whichever comes first among the weights."""
     gaps = np.array([0, 1, (top << shift) | 1, 254 << shift, (255 << shift) - 1, 255 << shift], np.int64)
     loops, classes = (
-        module.load_loops(),
-        module.Classes(kinds=np.array([7, 9]), counts=np.array([2, 4]), shifts=np.array([shift, shift])),
+        load_loops(),
+        Classes(kinds=np.array([7, 9]), counts=np.array([2, 4]), shifts=np.array([shift, shift])),
     )
     escaped = sum(loops.count_escapes(gaps[slots], shift) for slots in classes.slots())
     assert escaped == sum(gap >> shift >= 255 for gap in gaps.tolist())

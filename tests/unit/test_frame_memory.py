@@ -148,7 +148,7 @@ def test_two_frames_and_the_work_on_one_take_two_buckets(codec: Codec, share: fl
     change, old = example(share, stated)
     buckets = cut([change], codec, BF16, BUCKET)
     pack(change, codec, buckets[-1])  # loads what it needs
-    frames, receiver, received = [], staging(codec, old), 0
+    frames, receiver, received = list[torch.Tensor](), staging(codec, old), 0
     for bucket in buckets:
         frame, packed = peak_bytes(partial(pack, change, codec, bucket))
         travels = max((other.untyped_storage().nbytes() for other in frames), default=0)
