@@ -22,8 +22,7 @@ Pack = Callable[[], torch.Tensor]
 def send_frames(
     session: Session, dtype: torch.dtype, outgoing: Mapping[int, Sequence[Pack]], watch: Stopwatch
 ) -> tuple[int, str]:
-    """The sending half of one round. Holds at most two frames: one that is sent, one that is packed; and
-    what `Pack` works with, some times as much.
+    """The sending half of one round. Holds at most two frames: one that is sent, one that is packed.
 
     Args:
         session: this rank's.
@@ -85,8 +84,8 @@ def _send(session: Session, frame: torch.Tensor | None, receiver: int, phase: st
 def receive_frames(
     session: Session, dtype: torch.dtype, stage: Callable[[int, torch.Tensor], None], watch: Stopwatch
 ) -> tuple[int, str]:
-    """The receiving half of one round. Holds at most two frames: one that arrives, one that is staged; and
-    what `stage` makes of them.
+    """The receiving half of one round. Holds at most two frames: one that arrives, one that is staged;
+    and what `stage` keeps of them.
 
     Args:
         session: this rank's.

@@ -123,8 +123,7 @@ class TrainEngineConfig(_SideConfig):
 
     weight_update_bucket_bytes: int = Field(default=64 << 20, ge=1 << 10, le=1 << 30)
     """The most bytes of one message of a delta; what is longer is cut. While one is sent the next is
-    packed: with `indices` a rank needs up to five times this beside the delta itself, with `gaps` and
-    `ulp` up to ten times. See docs/en/limits.md."""
+    packed, and a rank needs twice this beside the delta itself. See docs/en/limits.md."""
 
     weight_update_delta_accumulate: bool = False
     """Follow every optimizer step, so that a delta covers any number of them between two updates

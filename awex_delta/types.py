@@ -195,7 +195,8 @@ class DeltaSettings:
     encoding: name of the delta encoding (`wire.registry`), or "auto".
     verify: what a delta compares by digests before it commits: "off", "touched" or "full".
     verify_interval: versions that this divides compare everything; 0 means none does for that reason.
-    bucket_bytes: the most bytes of a frame; longer ones are cut.
+    bucket_bytes: the most bytes of a frame; longer ones are cut. Two of them are what packing, travelling
+        and unpacking take together.
     allow_any_world_size: pad the schedule instead of refusing a world that is no power of two.
     method: how a trainer rank finds changes: "adamw" inverts optimizer steps, "snapshot" compares with a
         bf16 copy of the owned elements.

@@ -144,7 +144,7 @@ def read_range(view: torch.Tensor, start: int, stop: int) -> torch.Tensor:
         start, stop: half-open range of positions.
 
     Returns:
-        [stop - start], dtype of `view`; an alias where the elements lie together.
+        [stop - start], dtype of `view`; an alias where that is possible, otherwise a copy of little more.
 
     Collective: no.
     """
@@ -153,6 +153,11 @@ def read_range(view: torch.Tensor, start: int, stop: int) -> torch.Tensor:
         return whole.reshape(-1)[start:stop]
     row = whole[0].numel()
     first = start // row
+    edge = (first + 1) * row
+    if start < stop <= edge:  # no more than what is asked for: a row can be large
+        return read_range(whole[first], start - first * row, stop - first * row)
+    if start < stop <= start + row:
+        return torch.cat([read_range(view, start, edge), read_range(view, edge, stop)])
     rows = whole[first : -(-stop // row)].reshape(-1)
     return rows[start - first * row : stop - first * row]
 
