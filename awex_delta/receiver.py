@@ -25,6 +25,7 @@ from awex_delta.types import DeltaSettings, EngineView, UpdateStats
 from awex_delta.verdict import Kind
 from awex_delta.verify import Verifier
 from awex_delta.wire.codec import Context, RegionChange, settle
+from awex_delta.wire.pieces import slices
 
 logger = logging.getLogger(__name__)
 
@@ -224,12 +225,14 @@ class Receiver:
 
     def _settle(self, region: Region, change: RegionChange) -> RegionChange:
         """Values for steps, from the live weights: all ranks agreed that they are the base version."""
-        if change.index is None or change.code is None or not change.index.numel():
+        if change.index is None or change.code is None:
             return change
         target = self._target(region)
-        index, value, code = (t.to(target.device) for t in (change.index, change.value, change.code))
-        found = replace(change, index=index, value=value, code=code)
-        return settle(found, gather_from(target, index))
+        for piece in slices(change.index.numel()):
+            old = gather_from(target, change.index[piece].to(target.device)).cpu()
+            here = replace(change, value=change.value[piece], code=change.code[piece])
+            change.value[piece] = settle(here, old).value
+        return replace(change, code=None)
 
     def _context(self, region: Region) -> Context:
         return Context(owned=region.owned, read=partial(read_range, self._target(region)))
@@ -241,11 +244,12 @@ class Receiver:
         applied = 0
         for part in staged:
             target, change = self._target(part.region), part.change
-            value = change.value.to(target.device)
             if change.index is None:
-                write_range(target, part.start, value)
+                write_range(target, part.start, change.value.to(target.device))
             else:
-                scatter_into(target, change.index.to(target.device), value)
+                for piece in slices(change.index.numel()):
+                    index, value = (t[piece].to(target.device) for t in (change.index, change.value))
+                    scatter_into(target, index, value)
             applied += change.value.numel()
         self._view.synchronize()
         return applied

@@ -43,7 +43,7 @@ class Staging:
         Args:
             session: connected.
             decision: what the frames must belong to.
-            settle: puts values in place of steps, from the live weights.
+            settle: puts values in place of steps, from the live weights; may write into the change.
             context: what this rank knows of a region at the base.
         """
         self._session = session
@@ -76,7 +76,7 @@ class Staging:
             contexts=[self._context(region) for region in regions] if self._session.uses_context else (),
         )
         staged = [
-            self._stage(regions[window.region], window, change)
+            self._stage(regions[window.region], window, change, frame)
             for window, change in zip(found.windows, found.changes, strict=True)
             if change.value.numel()
         ]
@@ -96,12 +96,14 @@ class Staging:
             check_complete(end, [region.numel for region in regions])
         return self._staged
 
-    def _stage(self, region: Region, window: Window, change: RegionChange) -> StagedChange:
+    def _stage(
+        self, region: Region, window: Window, change: RegionChange, frame: torch.Tensor
+    ) -> StagedChange:
+        storage = change.value.untyped_storage()
+        if storage.data_ptr() == frame.untyped_storage().data_ptr():
+            change = replace(change, value=change.value.clone())
         if change.index is None:
-            whole = replace(change, value=change.value.clone())
-            return StagedChange(region=region, start=window.start, change=whole)
-        index = change.index + window.start if window.start else change.index
-        found = replace(change, numel=region.numel, index=index)
-        if change.code is None:
-            found = replace(found, value=change.value.clone())
+            return StagedChange(region=region, start=window.start, change=change)
+        change.index.add_(window.start)
+        found = replace(change, numel=region.numel)
         return StagedChange(region=region, start=0, change=self._settle(region, found))

@@ -1,4 +1,5 @@
-"""Where a long frame is cut: buckets that none of the encodings makes larger than a limit.
+"""Where a long frame is cut: buckets that none of the encodings makes larger than a limit, and of which two
+fit into two limits together with what packing and unpacking one of them takes.
 
 A cut goes between regions or through one, between two changed elements. What lies on each side is encoded as
 a region of its own, so no encoding has to know of it.
@@ -15,6 +16,7 @@ import torch
 from awex_delta.errors import WireError
 from awex_delta.wire.codec import Codec, RegionChange
 from awex_delta.wire.frame import frame_limit
+from awex_delta.wire.pieces import SCRATCH_BYTES
 from awex_delta.wire.spans import Span, Window
 
 MIN_BUCKET_BYTES = 1024
@@ -38,7 +40,7 @@ class Bucket:
     parts: tuple[Part, ...]
 
     def changes(self, regions: Sequence[RegionChange]) -> list[RegionChange]:
-        """The changes in the bucket, one entry a window, with positions that count from the window's start.
+        """The changes in the bucket, one entry a window; its `start` is the window's.
 
         Args:
             regions: what the bucket was cut from.
@@ -57,7 +59,9 @@ def cut(
         regions: one entry a region, in the order of the plan.
         codec: what will pack them.
         dtype: wire dtype.
-        bucket_bytes: the most bytes of a frame, at least MIN_BUCKET_BYTES.
+        bucket_bytes: half of what two frames may take, one that travels and one that is packed or unpacked,
+            with all that is needed for it beside positions and values (and SCRATCH_BYTES, where they are
+            more than an eighth of it); at least MIN_BUCKET_BYTES.
 
     Returns:
         Buckets whose spans follow each other from the first element to the last.
@@ -77,7 +81,8 @@ class _Cutter:
     """Fills one bucket after the other."""
 
     def __init__(self, codec: Codec, dtype: torch.dtype, bucket_bytes: int, num_regions: int) -> None:
-        self._codec, self._dtype, self._limit = codec, dtype, bucket_bytes
+        self._codec, self._dtype, self._bucket_bytes = codec, dtype, bucket_bytes
+        self._limit = bucket_bytes - min(SCRATCH_BYTES // 2, bucket_bytes // 8)
         self._num_regions = num_regions
         self._done: list[Bucket] = []
         self._begin = 0
@@ -106,7 +111,7 @@ class _Cutter:
                 self._whole += stop - start if region.index is None else 0
                 start, first = stop, last
             elif not self._parts:
-                raise WireError(f"a frame of {self._limit} bytes cannot hold one changed element")
+                raise WireError(f"a frame of {self._bucket_bytes} bytes cannot hold one changed element")
             if start < region.numel:
                 self._flush()
 
@@ -124,9 +129,10 @@ class _Cutter:
         self._start_bucket()
 
     def _size(self, count: int, sparse: int, whole: int) -> int:
-        """The most bytes of the bucket with one more window of so many changes and elements."""
+        """The most that the bucket with one more window of so many changes and elements counts for."""
         count, sparse, whole = self._count + count, self._sparse + sparse, self._whole + whole
         body = self._codec.limit(count, sparse, self._dtype) if count else 0
+        body += self._codec.work(count, sparse, self._dtype) // 2 if count else 0
         return frame_limit(len(self._parts) + 1, body, whole * self._dtype.itemsize)
 
     def _fits(self, count: int, numel: int) -> bool:
@@ -152,7 +158,8 @@ def _cut_out(region: RegionChange, part: Part) -> RegionChange:
         region,
         numel=window.numel,
         value=region.value[here],
-        index=region.index[here] - window.start if window.start else region.index[here],
+        index=region.index[here],
         code=None if region.code is None else region.code[here],
         context=None if region.context is None else region.context.window(window.start, window.stop),
+        start=window.start,
     )

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from typing import Protocol
 
 import torch
@@ -16,7 +15,6 @@ import torch
 from awex_delta.errors import CorruptFrameError
 from awex_delta.numerics.ulp import UNSTATED, apply_code
 
-INT32_LIMIT = 2**31
 INT64_BYTES = 8
 
 
@@ -57,6 +55,7 @@ class RegionChange:
     code: int8 [n], steps in units in the last place of bf16, -128 where none is stated; None where
         there are no codes (whole regions, other dtypes, encodings that send every value).
     context: for encodings that use it; None where nothing is known.
+    start: what to take from each position; not 0 only in a window, whose positions alias its region's.
     """
 
     numel: int
@@ -64,6 +63,7 @@ class RegionChange:
     index: torch.Tensor | None = None
     code: torch.Tensor | None = None
     context: Context | None = None
+    start: int = 0
 
 
 def settle(change: RegionChange, old: torch.Tensor) -> RegionChange:
@@ -105,8 +105,26 @@ class Codec(Protocol):
     def limit(self, count: int, numel: int, dtype: torch.dtype) -> int:
         """The most bytes that `count` changes in regions of `numel` elements together can take."""
 
-    def encode(self, changes: Sequence[RegionChange], dtype: torch.dtype) -> torch.Tensor:
-        """Pack sparse regions (index is not None) into uint8 [n] on the CPU."""
+    def work(self, count: int, numel: int, dtype: torch.dtype) -> int:
+        """The most bytes that packing or unpacking them takes beside the body and what is staged.
+
+        That is on top of `pieces.SCRATCH_BYTES`, which do not grow.
+        """
+
+    def encode(
+        self, changes: Sequence[RegionChange], dtype: torch.dtype, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Pack sparse regions (index is not None).
+
+        Args:
+            changes: one entry a region.
+            dtype: wire dtype of the values.
+            out: uint8, `limit` bytes or more on the CPU, beginning at a multiple of 8 in its storage; None
+                for new memory.
+
+        Returns:
+            uint8 [n], the begin of `out`.
+        """
 
     def decode(
         self,
@@ -125,9 +143,25 @@ class Codec(Protocol):
             dtype: wire dtype of the values.
             contexts: of each region, for an encoding that needs them.
 
+        Returns:
+            One entry a region. Only values may alias the body.
+
         Raises:
             CorruptFrameError: the body does not fit the counts, or a position is out of place.
         """
+
+
+def body_limit(codec: Codec, changes: Sequence[RegionChange], dtype: torch.dtype) -> int:
+    """The most bytes of the body of sparse regions. Collective: no."""
+    count = sum(change.value.numel() for change in changes)
+    return codec.limit(count, sum(change.numel for change in changes), dtype) if count else 0
+
+
+def body_room(
+    codec: Codec, changes: Sequence[RegionChange], dtype: torch.dtype, out: torch.Tensor | None
+) -> torch.Tensor:
+    """`out`, or as much new memory as the body of these changes can need. Collective: no."""
+    return torch.empty(body_limit(codec, changes, dtype), dtype=torch.uint8) if out is None else out
 
 
 def whole_is_smaller(codec: Codec, change: RegionChange, dtype: torch.dtype) -> bool:
@@ -145,108 +179,12 @@ def whole_is_smaller(codec: Codec, change: RegionChange, dtype: torch.dtype) -> 
     return worst > whole and codec.size(change, dtype) > whole
 
 
-def check_positions(index: torch.Tensor, counts: Sequence[int], numels: Sequence[int]) -> None:
-    """Refuse positions that are negative, beyond their region, repeated or out of order.
-
-    Args:
-        index: int32 or int64 [sum of counts], the positions of all regions one after the other.
-        counts, numels: changed elements and size of each region.
-
-    Raises:
-        CorruptFrameError: names the first bad region.
-    """
-    if not index.numel():
-        return
-    ends = list(accumulate(counts))
-    edges = [
-        (end - count, end, numel) for count, end, numel in zip(counts, ends, numels, strict=True) if count
-    ]
-    first = torch.tensor([begin for begin, _, _ in edges])
-    last = torch.tensor([end - 1 for _, end, _ in edges])
-    limit = torch.tensor([numel for _, _, numel in edges])
-    # Ascending within a region, so that its first and its last position bound all of them.
-    descents = (index[1:] <= index[:-1]).nonzero().view(-1) + 1
-    inner = descents[~torch.isin(descents, first)]
-    if inner.numel() or bool(((index[first] < 0) | (index[last] >= limit)).any()):
-        raise CorruptFrameError(_misplaced(index, counts, numels))
-
-
-def _misplaced(index: torch.Tensor, counts: Sequence[int], numels: Sequence[int]) -> str:
-    """Names the first position out of place; slow, for a frame that is refused anyway."""
-    parts = torch.split(index, list(counts))
-    for region, (part, numel) in enumerate(zip(parts, numels, strict=True)):
-        bad = (part < 0) | (part >= numel)
-        bad[1:] |= part[1:] <= part[:-1]
-        if bool(bad.any()):
-            where = int(part[bad][0])
-            place = f"position {where} in region {region} of {numel} elements"
-            return f"{place} is out of range, repeated or out of order"
-    return "positions are out of place"
-
-
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of a contiguous tensor as uint8, without a copy where it lies on the CPU."""
     flat = tensor.detach().cpu().contiguous().view(-1)
     if flat.numel() < 2:  # its stride may be anything
         flat = torch.empty(flat.shape, dtype=flat.dtype).copy_(flat)
     return flat.view(torch.uint8)
-
-
-class IndicesCodec:
-    """`indices`: int32 position (int64 where a region needs it) and new value. Idempotent."""
-
-    name = "indices"
-    number = 1
-    needs_context = False
-
-    def size(self, change: RegionChange, dtype: torch.dtype) -> int:
-        """See `Codec.size`."""
-        return change.value.numel() * (_index_dtype([change.numel]).itemsize + dtype.itemsize)
-
-    def limit(self, count: int, numel: int, dtype: torch.dtype) -> int:
-        """See `Codec.limit`. Exact, but where several regions exceed int32 together and none alone."""
-        streams = count * _index_dtype([numel]).itemsize, count * dtype.itemsize
-        return sum(stream + padding(stream) for stream in streams)
-
-    def encode(self, changes: Sequence[RegionChange], dtype: torch.dtype) -> torch.Tensor:
-        """Positions of all regions, then values of all regions, each padded to 8 bytes."""
-        if not changes:
-            return torch.empty(0, dtype=torch.uint8)
-        narrow = _index_dtype([change.numel for change in changes])
-        index = torch.cat([change.index for change in changes if change.index is not None]).to(narrow)
-        value = torch.cat([change.value for change in changes]).to(dtype)
-        return torch.cat([pad_to_word(as_bytes(stream)) for stream in (index, value)])
-
-    def decode(
-        self,
-        body: torch.Tensor,
-        counts: Sequence[int],
-        numels: Sequence[int],
-        dtype: torch.dtype,
-        contexts: Sequence[Context | None] = (),
-    ) -> list[RegionChange]:
-        """See `Codec.decode`."""
-        del contexts
-        total = sum(counts)
-        index_dtype = _index_dtype(numels)
-        index_bytes = total * index_dtype.itemsize
-        value_bytes = total * dtype.itemsize
-        value_start = index_bytes + padding(index_bytes)
-        if body.numel() != value_start + value_bytes + padding(value_bytes):
-            raise CorruptFrameError(f"{body.numel()} bytes cannot hold {total} changed elements")
-        narrow = body[:index_bytes].view(index_dtype)
-        check_positions(narrow, counts, numels)
-        index = narrow.to(torch.int64)
-        value = body[value_start : value_start + value_bytes].view(dtype)
-        split_index, split_value = torch.split(index, list(counts)), torch.split(value, list(counts))
-        return [
-            RegionChange(numel=numel, index=i, value=v)
-            for numel, i, v in zip(numels, split_index, split_value, strict=True)
-        ]
-
-
-def _index_dtype(numels: Sequence[int]) -> torch.dtype:
-    return torch.int32 if max(numels, default=0) <= INT32_LIMIT else torch.int64
 
 
 def check_counts(counts: Sequence[int], numels: Sequence[int]) -> None:
@@ -262,9 +200,3 @@ def check_counts(counts: Sequence[int], numels: Sequence[int]) -> None:
 def padding(length: int) -> int:
     """Bytes to add so that what follows begins at a multiple of 8."""
     return -length % 8
-
-
-def pad_to_word(stream: torch.Tensor) -> torch.Tensor:
-    """uint8 [n] followed by zeros up to a multiple of 8 bytes."""
-    missing = padding(stream.numel())
-    return torch.cat([stream, stream.new_zeros(missing)]) if missing else stream

@@ -21,7 +21,6 @@ exponents that occur seldom can share a group, which saves the tables of the com
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,65 +32,21 @@ from numpy.typing import NDArray
 
 from awex_delta.errors import CorruptFrameError, WireError
 from awex_delta.numerics.ulp import UNSTATED
-from awex_delta.wire.codec import Context, RegionChange, as_bytes, check_counts
+from awex_delta.wire.classes import MAX_SHIFT, NUM_CLASSES, Classes, group_limit, load_loops, read_classes
+from awex_delta.wire.codec import Context, RegionChange, body_room, check_counts
+from awex_delta.wire.finder import Finder
 from awex_delta.wire.gaps import GapCodec
-from awex_delta.wire.steps import stated_steps, step_limits, step_streams
-from awex_delta.wire.streams import join_streams, split_streams
-from awex_delta.wire.weights import Ints, Stated, blocks_of, index_of, segments_of, unstated_of
+from awex_delta.wire.pieces import slices
+from awex_delta.wire.steps import ESCAPE, step_limits, step_streams
+from awex_delta.wire.streams import StreamReader, StreamWriter, check_read, open_streams
+from awex_delta.wire.weights import blocks_of, listed, segments_of, unstated
 
-GROUP = 4096
-"""Changes of a group at least, but for the last one."""
-
-MAX_SHIFT = 48
-_CLASSES = 256
 _FIXED_STREAMS = 4
 
 
 def numba_is_installed() -> bool:
     """True when the loops can be compiled. Collective: no."""
     return importlib.util.find_spec("numba") is not None
-
-
-def load_loops() -> Any:
-    """The compiled loops, compiled or loaded when first needed: most who import this package never walk.
-
-    Collective: no.
-    """
-    return importlib.import_module("awex_delta.wire.walk")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Classes:
-    """The exponents that occur among the changes, ascending: where their slots end, and their shifts."""
-
-    kinds: Ints
-    counts: Ints
-    shifts: Ints
-
-    @property
-    def ends(self) -> Ints:
-        """Where the slots of each exponent end."""
-        return np.cumsum(self.counts)
-
-    def groups(self) -> list[slice]:
-        """The slots of each group: whole exponents, GROUP changes at least, what is left in the last."""
-        groups, begin = [], 0
-        for end in self.ends.tolist():
-            if end - begin >= GROUP:
-                groups.append(slice(begin, end))
-                begin = end
-        total = int(self.counts.sum())
-        if begin < total and groups:
-            groups[-1] = slice(groups[-1].start, total)
-        elif begin < total:
-            groups.append(slice(0, total))
-        return groups
-
-    def by_class(self, values: Ints, fill: int) -> Ints:
-        """One value for each of all exponents."""
-        table = np.full(_CLASSES, fill, np.int64)
-        table[self.kinds] = values
-        return table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,28 +66,30 @@ class ContextCodec:
         return _PLAIN_STEPS.size(change, dtype)
 
     def limit(self, count: int, numel: int, dtype: torch.dtype) -> int:
-        """See `Codec.limit`."""
-        shift = max(0, (numel // (16 * max(count, 1))).bit_length())
-        streams = _FIXED_STREAMS + 3 * (count // GROUP + 1)
-        stated = 8 + 24 * streams + 8 * min(count, _CLASSES) + count * 4 + (count * shift) // 8 + 8
-        return stated + _PLAIN.limit(count, numel, dtype)
+        """See `Codec.limit`. What states no step takes less than what does, but for its wide gaps."""
+        plain = _PLAIN.limit(count, numel, dtype)
+        if dtype is not torch.bfloat16:
+            return plain
+        streams = _FIXED_STREAMS + 3 * group_limit(count)
+        stated = 8 + 24 * streams + 8 * min(count, NUM_CLASSES) + _stated_limit(count, numel)
+        return stated + plain - 3 * count
 
-    def encode(self, changes: Sequence[RegionChange], dtype: torch.dtype) -> torch.Tensor:
+    def work(self, count: int, numel: int, dtype: torch.dtype) -> int:
+        """See `Codec.work`: gaps and steps by slot, or the streams that the receiver walks along."""
+        if dtype is not torch.bfloat16:
+            return _PLAIN.work(count, numel, dtype)
+        by_slot = count * (_gap_dtype(numel).itemsize + 1)
+        return max(by_slot, _stated_limit(count, numel), _PLAIN.work(count, numel, dtype))
+
+    def encode(
+        self, changes: Sequence[RegionChange], dtype: torch.dtype, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """See `Codec.encode`."""
         if dtype is not torch.bfloat16:
-            return _PLAIN.encode(changes, dtype)
-        if not any(change.value.numel() for change in changes):
-            return torch.empty(0, dtype=torch.uint8)
-        found = _walk_sender(changes)
-        classes, steps = found.classes, torch.from_numpy(found.steps)
-        high, low, wide = _split(classes, found.gaps)
-        table = classes.kinds | classes.shifts << 8 | classes.counts << 16
-        streams = [*map(torch.from_numpy, (table, low, wide)), _PLAIN.encode([unstated_of(changes)], dtype)]
-        groups = classes.groups()
-        for group in groups:
-            streams += [torch.from_numpy(high[group]), *step_streams(steps[group])]
-        head = as_bytes(torch.tensor([len(groups)]))
-        return torch.cat([head, join_streams([as_bytes(stream) for stream in streams], compress=True)])
+            return _PLAIN.encode(changes, dtype, out)
+        room = body_room(self, changes, dtype, out)
+        body = _encoded(changes, room) if any(change.value.numel() for change in changes) else room[:0]
+        return body if out is not None else body.clone()
 
     def decode(
         self,
@@ -142,34 +99,51 @@ class ContextCodec:
         dtype: torch.dtype,
         contexts: Sequence[Context | None] = (),
     ) -> list[RegionChange]:
-        """See `Codec.decode`."""
-        if dtype is not torch.bfloat16:
-            return _PLAIN.decode(body, counts, numels, dtype)
+        """See `Codec.decode`. Gives values, not codes: the walk has seen the weights."""
         total = sum(counts)
         check_counts(counts, numels)
-        if not total:
+        if dtype is not torch.bfloat16 or not total:
             return _PLAIN.decode(body, counts, numels, dtype)
+        index, value = torch.empty(total, dtype=torch.int64), torch.empty(total, dtype=dtype)
         streams = _streams(body, total, sum(numels))
-        classes = _classes(streams[0], total)
-        high, steps = _grouped(classes, streams[_FIXED_STREAMS:])
-        gaps = _join(classes, high, streams[1], streams[2])
-        num_unstated = total - int(classes.counts.sum())
-        (unstated,) = _PLAIN.decode(streams[3], [num_unstated], [sum(numels)], dtype)
-        shapes = list(zip(counts, numels, strict=True))
+        classes = read_classes(streams[0], total)
+        num_stated = int(classes.counts.sum())
+        beside = streams[3].read_all(torch.uint8)
+        aside = [total - num_stated], [sum(numels)]
+        (values,) = _PLAIN.read_positions(beside, *aside, dtype, index[num_stated:])
+        values.read_into(value[num_stated:].view(torch.uint8))
+        check_read([values])
+        finder = Finder(classes, streams[1:3], streams[_FIXED_STREAMS:], index, value)
         inner = list(contexts) or [None] * len(numels)
-        return _walk_receiver(shapes, inner, unstated, classes, gaps, steps)
+        for count, numel, context in zip(counts, numels, inner, strict=True):
+            finder.region(count, numel, context)
+        finder.finish()
+        sizes = list(counts)
+        parts = zip(numels, torch.split(index, sizes), torch.split(value, sizes), strict=True)
+        return [RegionChange(numel=numel, index=i, value=v) for numel, i, v in parts]
 
 
 _PLAIN = GapCodec(name="gaps of unstated", number=0, steps=False, compress=True)
 _PLAIN_STEPS = GapCodec(name="gaps and steps", number=0, steps=True, compress=True)
 
 
+def _gap_dtype(numel: int) -> np.dtype[Any]:
+    """What holds any gap among `numel` elements."""
+    return np.dtype(np.uint32 if numel < 2**32 else np.int64)
+
+
+def _stated_limit(count: int, numel: int) -> int:
+    """The most bytes of gaps and steps: a byte a gap, an escape an eighth of them, one and a half a step."""
+    shift = max(0, (numel // (16 * max(count, 1))).bit_length())
+    return count * 4 + (count * shift) // 8 + 8
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Found:
     """What the sender's walk found: the exponents, and by slot the gap and the step."""
 
-    classes: _Classes
-    gaps: Ints
+    classes: Classes
+    gaps: NDArray[Any]
     steps: NDArray[np.int8]
 
 
@@ -179,126 +153,101 @@ def _walk_sender(changes: Sequence[RegionChange]) -> _Found:
     Raises:
         WireError: an element changed that the sender does not own.
     """
-    loops, regions = load_loops(), [Stated.of(change) for change in changes if change.value.numel()]
-    num, kinds = np.zeros(_CLASSES, np.int64), []
-    for region in regions:
-        kinds.append(np.empty(len(region.code), np.uint8))
-        loops.classify(region.new, region.code, kinds[-1], num)
-    total = int(num.sum())
-    gaps, steps = np.empty(total, np.int64), np.empty(total, np.int8)
-    since, slot = np.zeros(4 * _CLASSES, np.int64), np.cumsum(num) - num
-    for region, kind in zip(regions, kinds, strict=True):
-        segments = segments_of(region.context, region.aside)
-        at, inside = np.zeros(2, np.int64), True
-        for base, bits in blocks_of(region.context, segments):
-            inside &= loops.count_gaps(
-                bits, base, segments, at, region.index, kind, region.code, since, slot, gaps, steps
-            )
-        if not inside or at[1] != len(region.index):
-            raise WireError("an element changed that its sender does not own")
+    loops, num = load_loops(), np.zeros(NUM_CLASSES, np.int64)
+    for change in changes:
+        for _, new, code in listed(change):
+            loops.classify(new, code, num)
+    total, slot = int(num.sum()), np.cumsum(num) - num
+    gaps = np.empty(total, _gap_dtype(sum(change.numel for change in changes)))
+    steps, sums, since = (
+        np.empty(total, np.int8),
+        np.zeros(NUM_CLASSES, np.int64),
+        np.zeros(4 * NUM_CLASSES, np.int64),
+    )
+    for change in changes:
+        if change.value.numel():
+            _walk_region(change, since, slot, sums, gaps, steps)
     present = np.flatnonzero(num)
-    counts = num[present]
-    sums = np.add.reduceat(gaps, np.cumsum(counts) - counts) if total else counts
     # A mean of 16 to 31 is left: two in a million of such gaps escape.
-    shifts = [min(max(0, mean.bit_length() - 5), MAX_SHIFT) for mean in (sums // counts).tolist()]
-    classes = _Classes(kinds=present, counts=counts, shifts=np.array(shifts, np.int64))
+    means = (sums[present] // num[present]).tolist()
+    shifts = [min(max(0, mean.bit_length() - 5), MAX_SHIFT) for mean in means]
+    classes = Classes(kinds=present, counts=num[present], shifts=np.array(shifts, np.int64))
     return _Found(classes=classes, gaps=gaps, steps=steps)
 
 
-def _walk_receiver(
-    shapes: Sequence[tuple[int, int]],
-    contexts: Sequence[Context | None],
-    unstated: RegionChange,
-    classes: _Classes,
-    gaps: Ints,
-    steps: NDArray[np.int8],
-) -> list[RegionChange]:
-    """Find the changes of each region, `shapes` giving how many there are and its elements.
-
-    Raises:
-        CorruptFrameError: they do not lie where the table says.
-    """
-    loops, aside_of_all = load_loops(), index_of(unstated)
-    begins = classes.ends - classes.counts
-    left = classes.by_class(gaps[begins], 2**62)
-    slot, last = classes.by_class(begins, 0), classes.by_class(classes.ends, 0)
-    changes, offset = [], 0
-    for (count, numel), context in zip(shapes, contexts, strict=True):
-        first, stop = np.searchsorted(aside_of_all, (offset, offset + numel)).tolist()
-        aside = aside_of_all[first:stop] - offset
-        segments = segments_of(context, aside) if count else np.empty((0, 2), np.int64)
-        places, codes = np.empty(count, np.int64), np.empty(count, np.int8)
-        at, stated = np.zeros(2, np.int64), count - len(aside)
-        room = places[: max(stated, 0)]
-        for base, bits in blocks_of(context, segments):
-            loops.find_changes(bits, base, segments, at, left, slot, last, gaps, steps, room, codes)
-        if at[1] != stated:
-            raise CorruptFrameError(f"{at[1]} changes with a step lie in a region of {stated}")
-        loops.insert_unstated(places, codes, stated, aside, UNSTATED)
-        code, value = torch.from_numpy(codes), unstated.value.new_zeros(count)
-        # As integers: a mask that meets a single value is filled by a number, which loses a NaN's payload.
-        value.view(torch.int16)[code == UNSTATED] = unstated.value[first:stop].view(torch.int16)
-        changes.append(RegionChange(numel=numel, index=torch.from_numpy(places), value=value, code=code))
-        offset += numel
-    if slot[classes.kinds].tolist() != classes.ends.tolist():
-        raise CorruptFrameError("fewer changes lie among the weights than the frame lists")
-    return changes
+def _walk_region(change: RegionChange, *by_class_and_slot: NDArray[Any]) -> None:
+    """Walk the weights of one region up to the last change of each piece, and then to the end."""
+    count_gaps, segments = load_loops().count_gaps, segments_of(change.context)
+    at, place = np.zeros(2, np.int64), 0
+    for index, new, code in listed(change):
+        at[1], stop, inside = 0, int(index[-1]) + 1, True
+        for base, bits in blocks_of(change.context, segments, place, stop):
+            inside &= count_gaps(bits, base, segments, at, index, new, code, *by_class_and_slot)
+        if not inside or (code[at[1] :] != UNSTATED).any():
+            raise WireError("an element changed that its sender does not own")
+        place = stop
+    for base, bits in blocks_of(change.context, segments, place, change.numel):
+        count_gaps(bits, base, segments, at, index[:0], new[:0], code[:0], *by_class_and_slot)
 
 
-def _split(classes: _Classes, gaps: Ints) -> tuple[NDArray[np.uint8], NDArray[np.uint8], Ints]:
-    high, wide = np.empty(len(gaps), np.uint8), np.empty(len(gaps), np.int64)
-    low = np.zeros((int((classes.counts * classes.shifts).sum()) + 7) // 8, np.uint8)
-    escaped = load_loops().split_gaps(gaps, classes.ends, classes.shifts, high, low, wide)
-    return high, low, wide[:escaped]
-
-
-def _join(classes: _Classes, high: NDArray[np.uint8], low: torch.Tensor, wide: torch.Tensor) -> Ints:
-    bits = int((classes.counts * classes.shifts).sum())
-    if low.numel() != (bits + 7) // 8 or wide.numel() % 8:
-        raise CorruptFrameError(f"{low.numel()} bytes of lower bits and {wide.numel()} of escapes do not fit")
-    gaps, escapes = np.empty(len(high), np.int64), wide.view(torch.int64).numpy()
-    if load_loops().join_gaps(high, classes.ends, classes.shifts, low.numpy(), escapes, gaps) != len(escapes):
-        raise CorruptFrameError(f"{len(escapes)} wide gaps do not fit the escapes")
-    if len(gaps) and not 0 <= int(gaps.min()) <= int(gaps.max()) < 2**62:
-        raise CorruptFrameError("a gap is negative or out of range")
-    return gaps
-
-
-def _streams(body: torch.Tensor, total: int, numel: int) -> list[torch.Tensor]:
-    """The streams of a body, unpacked."""
-    num_groups = int(body[:8].view(torch.int64)) if body.numel() >= 8 else -1
-    if not 0 <= num_groups <= min(_CLASSES, total // GROUP + 1):
-        raise CorruptFrameError(f"a body of {body.numel()} bytes speaks of {num_groups} groups")
-    fixed = [8 * _CLASSES, total * MAX_SHIFT // 8 + 1, 8 * total, _PLAIN.limit(total, numel, torch.bfloat16)]
-    return split_streams(body[8:], [*fixed, *([total, *step_limits(total)] * num_groups)])
-
-
-def _classes(stream: torch.Tensor, total: int) -> _Classes:
-    """Read the table, and refuse one that makes no sense."""
-    if stream.numel() % 8:
-        raise CorruptFrameError("the table of exponents is cut short")
-    table = stream.view(torch.int64).numpy()
-    kinds, shifts, counts = table & 255, (table >> 8) & 255, table >> 16
-    ordered = (
-        bool((np.diff(kinds) > 0).all()) and bool((counts > 0).all()) and bool((shifts <= MAX_SHIFT).all())
-    )
-    if not ordered or any(count > total for count in counts.tolist()) or int(counts.sum()) > total:
-        raise CorruptFrameError("the table of exponents makes no sense")
-    return _Classes(kinds=kinds, counts=counts, shifts=shifts)
-
-
-def _grouped(
-    classes: _Classes, streams: Sequence[torch.Tensor]
-) -> tuple[NDArray[np.uint8], NDArray[np.int8]]:
-    """Upper gap bytes and steps of all slots."""
-    groups = classes.groups()
-    if 3 * len(groups) != len(streams):
-        raise CorruptFrameError(f"{len(streams)} streams for {len(groups)} groups")
-    high, steps = [np.empty(0, np.uint8)], [np.empty(0, np.int8)]
+def _encoded(changes: Sequence[RegionChange], out: torch.Tensor) -> torch.Tensor:
+    """The body of changes, at the begin of `out`."""
+    count, numel = sum(change.value.numel() for change in changes), sum(change.numel for change in changes)
+    found, loops = _walk_sender(changes), load_loops()
+    classes, groups = found.classes, found.classes.groups()
+    kinds = list(zip(classes.slots(), classes.shifts.tolist(), strict=True))
+    escaped = sum(loops.count_escapes(found.gaps[slots], shift) for slots, shift in kinds)
+    num_unstated = count - len(found.gaps)
+    plain = _PLAIN.limit(num_unstated, numel, torch.bfloat16)
+    limits = [8 * len(kinds), classes.low_bytes, 8 * escaped, plain]
+    for group in groups:
+        size, wide = group.stop - group.start, _num_wide(found.steps[group])
+        limits += [size, step_limits(size)[0], wide]
+    writer = StreamWriter(out[8:], limits, compress=True)
+    out[:8].view(torch.int64)[0] = len(groups)
+    writer.put(0, torch.from_numpy(classes.table), torch.int64)
+    low = writer.room(1, classes.low_bytes, torch.uint8).zero_().numpy()
+    wide_gaps = writer.room(2, escaped, torch.int64).numpy()
+    beside = writer.room(3, plain, torch.uint8)
+    if num_unstated:
+        beside = _PLAIN.encode_pieces(unstated(changes), num_unstated, numel, torch.bfloat16, beside)
+    writer.cut(3, beside.numel() if num_unstated else 0)
+    high = [
+        writer.room(_FIXED_STREAMS + 3 * place, g.stop - g.start, torch.uint8)
+        for place, g in enumerate(groups)
+    ]
+    at = np.zeros(2, np.int64)
+    for slots, shift in kinds:
+        place = next(place for place, group in enumerate(groups) if slots.stop <= group.stop)
+        begin = groups[place].start
+        into = high[place].numpy()[slots.start - begin : slots.stop - begin]
+        loops.split_gaps(found.gaps[slots], shift, at, into, low, wide_gaps)
     for place, group in enumerate(groups):
-        gap, *step = streams[3 * place : 3 * place + 3]
-        if gap.numel() != group.stop - group.start:
-            raise CorruptFrameError(f"{gap.numel()} gaps for {group.stop - group.start} changes")
-        high.append(gap.numpy())
-        steps.append(stated_steps(step, gap.numel()).numpy())
-    return np.concatenate(high), np.concatenate(steps)
+        _write_steps(writer, _FIXED_STREAMS + 3 * place + 1, found.steps[group])
+    del found
+    return out[: 8 + writer.finish().numel()]
+
+
+def _num_wide(steps: NDArray[np.int8]) -> int:
+    """How many steps do not fit half a byte."""
+    return sum(int((np.abs(steps[piece]) > ESCAPE // 2).sum()) for piece in slices(len(steps)))
+
+
+def _write_steps(writer: StreamWriter, first: int, steps: NDArray[np.int8]) -> None:
+    for piece in slices(len(steps)):
+        for place, stream in enumerate(step_streams(torch.from_numpy(steps[piece])), first):
+            writer.put(place, stream, torch.uint8)
+
+
+def _streams(body: torch.Tensor, total: int, numel: int) -> list[StreamReader]:
+    """The streams of a body."""
+    num_groups = int(body[:8].view(torch.int64)) if body.numel() >= 8 else -1
+    if not 0 <= num_groups <= min(NUM_CLASSES, group_limit(total)):
+        raise CorruptFrameError(f"a body of {body.numel()} bytes speaks of {num_groups} groups")
+    fixed = [
+        8 * NUM_CLASSES,
+        total * MAX_SHIFT // 8 + 1,
+        8 * total,
+        _PLAIN.limit(total, numel, torch.bfloat16),
+    ]
+    return open_streams(body[8:], [*fixed, *([total, *step_limits(total)] * num_groups)])

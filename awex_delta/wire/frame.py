@@ -28,7 +28,7 @@ from awex_delta.errors import (
     StaleFrameError,
     WireError,
 )
-from awex_delta.wire.codec import Codec, Context, RegionChange, as_bytes, pad_to_word, padding
+from awex_delta.wire.codec import Codec, Context, RegionChange, as_bytes, body_limit, padding
 from awex_delta.wire.spans import Span, Window, windows_of
 
 MAGIC = b"AWEXDLTA"
@@ -114,10 +114,17 @@ def pack_frame(
     table = torch.tensor(
         [WHOLE if change.index is None else change.value.numel() for change in changes], dtype=torch.int64
     ).to(torch.uint32)
-    body = codec.encode(sparse, identity.dtype)
     whole = [change.value.detach() for change in changes if change.index is None]
     tail_bytes = sum(value.numel() for value in whole) * identity.dtype.itemsize
-    frame = torch.empty(frame_limit(len(changes), body.numel(), tail_bytes), dtype=torch.uint8)
+    body_start = frame_limit(len(changes), 0, 0)
+    most = body_limit(codec, sparse, identity.dtype)
+    frame = torch.empty(body_start + most + tail_bytes, dtype=torch.uint8)
+    table_bytes = as_bytes(table)
+    frame[_HEADER.size : body_start] = 0
+    frame[_HEADER.size : _HEADER.size + table_bytes.numel()] = table_bytes
+    body = codec.encode(sparse, identity.dtype, frame[body_start : body_start + most])
+    frame = frame[: body_start + body.numel() + tail_bytes]
+    _fill(frame[body_start + body.numel() :].view(identity.dtype), whole)
     header = bytearray(
         _HEADER.pack(
             MAGIC,
@@ -135,21 +142,14 @@ def pack_frame(
             0,
         )
     )
-    _fill(frame, [pad_to_word(as_bytes(table)), body], whole, identity.dtype)
     struct.pack_into("<Q", header, _CHECKSUM_OFFSET, _checksum(bytes(header), frame[_HEADER.size :]))
     frame[: _HEADER.size] = torch.frombuffer(header, dtype=torch.uint8)
     return frame
 
 
-def _fill(
-    frame: torch.Tensor, streams: Sequence[torch.Tensor], whole: Sequence[torch.Tensor], dtype: torch.dtype
-) -> None:
-    """Write what follows the header; whole values go there from where they are, without a copy between."""
-    place = _HEADER.size
-    for stream in streams:
-        frame[place : place + stream.numel()].copy_(stream)
-        place += stream.numel()
-    tail, place = frame[place:].view(dtype), 0
+def _fill(tail: torch.Tensor, whole: Sequence[torch.Tensor]) -> None:
+    """Write whole values from where they are, without a copy between."""
+    place = 0
     for value in whole:
         tail[place : place + value.numel()].copy_(value.reshape(-1))
         place += value.numel()

@@ -16,20 +16,30 @@ The streams lie in the body as `wire.streams` says. A step needs the exact base 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
 
 from awex_delta.errors import CorruptFrameError
 from awex_delta.numerics.ulp import UNSTATED
-from awex_delta.wire.codec import Context, RegionChange, as_bytes, check_counts, padding
-from awex_delta.wire.steps import stated_steps, step_limits, step_streams
-from awex_delta.wire.streams import entropy_bytes, join_streams, split_streams
+from awex_delta.wire.codec import Context, RegionChange, body_room, check_counts
+from awex_delta.wire.pieces import pieces, places_of, slices
+from awex_delta.wire.steps import ESCAPE, read_steps, step_limits, step_streams
+from awex_delta.wire.streams import (
+    StreamReader,
+    StreamWriter,
+    check_read,
+    entropy_bytes,
+    open_streams,
+    streams_limit,
+)
 
 Level = tuple[torch.dtype, int]
 """Dtype of a gap stream, and the value in it that refers to the next stream."""
+
+Entries = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
+"""Gaps, values, and steps if any."""
 
 LEVELS: tuple[Level, ...] = ((torch.uint8, 2**8 - 1), (torch.uint16, 2**16 - 1), (torch.uint32, 2**32 - 1))
 """The gap streams but the last, whose int64 holds any gap."""
@@ -61,35 +71,50 @@ class GapCodec:
         gap_bytes = _position_entropy(count, change.numel) if self.compress else count
         if not self._has_steps(dtype):
             return gap_bytes + count * dtype.itemsize
-        code = _codes(change)
-        num_unstated = int((code == UNSTATED).sum())
-        if self.compress:
-            step_bytes = entropy_bytes(code.view(torch.uint8))
-        else:
-            step_bytes = sum(stream.numel() for stream in step_streams(code))
+        frequency = _frequency(change)
+        num_unstated, wide = int(frequency[0]), count - int(frequency[_NARROW].sum())
+        step_bytes = entropy_bytes(frequency) if self.compress else (count + 1) // 2 + wide
         return gap_bytes + step_bytes + num_unstated * dtype.itemsize
 
     def limit(self, count: int, numel: int, dtype: torch.dtype) -> int:
-        """See `Codec.limit`. A gap that escapes a level is at least as long as the level's limit."""
-        streams = [count * self.levels[0][0].itemsize]
-        for (_, limit), width in zip(self.levels, [*_widths(self.levels)[1:]], strict=True):
-            streams.append(min(count, numel // limit) * width)
-        streams += step_limits(count) if self._has_steps(dtype) else []
-        streams.append(count * dtype.itemsize)
-        return sum(16 + stream + padding(stream) for stream in streams)
+        """See `Codec.limit`."""
+        return streams_limit(self._limits(count, numel, dtype))
 
-    def encode(self, changes: Sequence[RegionChange], dtype: torch.dtype) -> torch.Tensor:
+    def work(self, count: int, numel: int, dtype: torch.dtype) -> int:
+        """See `Codec.work`: a packed stream beside the one that it is made from, or what steps were read."""
+        packed = max(self._limits(count, numel, dtype)) if self.compress else 0
+        return max(packed, count if self._has_steps(dtype) else 0)
+
+    def encode(
+        self, changes: Sequence[RegionChange], dtype: torch.dtype, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """See `Codec.encode`."""
         changes = [change for change in changes if change.value.numel()]
-        if not changes:
-            return torch.empty(0, dtype=torch.uint8)
-        streams = gap_streams(changes, self.levels)
-        value = torch.cat([change.value.to(dtype) for change in changes])
-        if self._has_steps(dtype):
-            code = torch.cat([_codes(change) for change in changes])
-            streams += step_streams(code)
-            value = value[code == UNSTATED]
-        return join_streams([as_bytes(stream) for stream in (*streams, value)], compress=self.compress)
+        count, numel = sum(c.value.numel() for c in changes), sum(c.numel for c in changes)
+        room = body_room(self, changes, dtype, out)
+        found = ((p.gap, p.value, p.code if self._has_steps(dtype) else None) for p in pieces(changes))
+        body = self.encode_pieces(found, count, numel, dtype, room) if count else room[:0]
+        return body if out is not None else body.clone()
+
+    def encode_pieces(
+        self, found: Iterable[Entries], count: int, numel: int, dtype: torch.dtype, out: torch.Tensor
+    ) -> torch.Tensor:
+        """`encode`, of `count` changes among `numel` elements as they come.
+
+        Args:
+            found: gap, value and step of successive changes; with steps an even number, but the last time.
+            count, numel, dtype, out: see there.
+
+        Collective: no.
+        """
+        writer = StreamWriter(out, self._limits(count, numel, dtype), compress=self.compress)
+        for gap, value, code in found:
+            self._write_gaps(writer, gap)
+            if code is not None:
+                for place, stream in enumerate(step_streams(code), len(self.levels) + 1):
+                    writer.put(place, stream, torch.uint8)
+            writer.put(-1, value if code is None else value[places_of(code, UNSTATED)], dtype)
+        return writer.finish()
 
     def decode(
         self,
@@ -102,97 +127,133 @@ class GapCodec:
         """See `Codec.decode`."""
         del contexts
         total = sum(counts)
+        index, code = torch.empty(total, dtype=torch.int64), None
+        *steps, stated = self.read_positions(body, counts, numels, dtype, index)
+        if steps:
+            code, value = torch.empty(total, dtype=torch.int8), torch.zeros(total, dtype=dtype)
+            for piece in slices(total):
+                code[piece] = read_steps(steps[0], steps[1], piece.stop - piece.start)
+                where = places_of(code[piece], UNSTATED)
+                value[where + piece.start] = stated.read(where.numel(), dtype)
+        else:
+            value = stated.read(total, dtype)
+        check_read([*steps, stated])
+        sizes = list(counts)
+        codes = [None] * len(sizes) if code is None else torch.split(code, sizes)
+        parts = zip(numels, torch.split(index, sizes), torch.split(value, sizes), codes, strict=True)
+        return [RegionChange(numel=numel, index=i, value=v, code=c) for numel, i, v, c in parts]
+
+    def read_positions(
+        self,
+        body: torch.Tensor,
+        counts: Sequence[int],
+        numels: Sequence[int],
+        dtype: torch.dtype,
+        index: torch.Tensor,
+    ) -> list[StreamReader]:
+        """The first half of `decode`.
+
+        Args:
+            body, counts, numels, dtype: see there.
+            index: int64 [sum of counts], to be filled with the positions of all regions.
+
+        Returns:
+            The streams of steps, if there are any, and of values.
+
+        Collective: no.
+        """
+        total, num_levels = sum(counts), len(self.levels) + 1
         check_counts(counts, numels)
         if not total:
             if body.numel():
                 raise CorruptFrameError(f"{body.numel()} bytes for no changed element")
-            return _split_regions(numels, counts, torch.empty(0, dtype=torch.int64), None, None, dtype)
-        widths = _widths(self.levels)
-        limits = [total * width for width in widths]
-        limits += step_limits(total) if self._has_steps(dtype) else []
-        streams = split_streams(body, [*limits, total * dtype.itemsize])
-        index = gap_positions(streams[: len(self.levels) + 1], self.levels, counts, numels)
-        value = _viewed(streams[-1], dtype)
-        code = None
-        if self._has_steps(dtype):
-            code = stated_steps(streams[len(widths) : -1], total)
-            value = _spread(value, code, total)
-        elif value.numel() != total:
-            raise CorruptFrameError(f"{value.numel()} values for {total} changed elements")
-        return _split_regions(numels, counts, index, value, code, dtype)
+            return [StreamReader(body, 0)]
+        streams = open_streams(body, self._limits(total, sum(numels), dtype))
+        self._read_positions(streams[:num_levels], counts, numels, index)
+        check_read(streams[:num_levels])
+        return streams[num_levels:]
 
     def _has_steps(self, dtype: torch.dtype) -> bool:
         return self.steps and dtype is torch.bfloat16
 
+    def _limits(self, count: int, numel: int, dtype: torch.dtype) -> list[int]:
+        """The most bytes of each stream. A gap that escapes a level is at least as long as its limit."""
+        limits = [count * self.levels[0][0].itemsize]
+        widths = [level.itemsize for level, _ in self.levels[1:]] + [torch.int64.itemsize]
+        for (_, limit), width in zip(self.levels, widths, strict=True):
+            limits.append(min(count, numel // limit) * width)
+        limits += step_limits(count) if self._has_steps(dtype) else []
+        return [*limits, count * dtype.itemsize]
 
-def gap_streams(changes: Sequence[RegionChange], levels: Sequence[Level]) -> list[torch.Tensor]:
-    """The positions of sparse regions, none of them empty, as streams of gaps.
+    def _write_gaps(self, writer: StreamWriter, gap: torch.Tensor) -> None:
+        """Append gaps, each to the first stream that holds it."""
+        for place, (dtype, limit) in enumerate(self.levels):
+            if not gap.numel():
+                break
+            narrow = writer.put(place, gap.clamp(max=limit), dtype)
+            gap = gap[places_of(narrow, limit)]
+        else:
+            writer.put(len(self.levels), gap, torch.int64)
 
-    Returns:
-        One tensor a level, of its dtype, and one int64 tensor.
+    def _read_gaps(
+        self, streams: Sequence[StreamReader], level: int, count: int, longest: int
+    ) -> torch.Tensor:
+        """The next gaps of a level, int64 [count], with those that escape from it."""
+        if level == len(self.levels):
+            gap = streams[level].read(count, torch.int64).clone()
+            if bool(((gap < 0) | (gap >= longest)).any()):
+                raise CorruptFrameError("a gap is negative or larger than every region")
+            return gap
+        dtype, limit = self.levels[level]
+        narrow = streams[level].read(count, dtype)
+        gap, escaped = narrow.to(torch.int64), places_of(narrow, limit)
+        if escaped.numel():
+            gap[escaped] = self._read_gaps(streams, level + 1, escaped.numel(), longest)
+        return gap
 
-    Collective: no.
-    """
-    index = torch.cat([change.index for change in changes if change.index is not None])
-    ends = accumulate(change.value.numel() for change in changes[:-1])
-    first = torch.tensor([0, *ends], device=index.device)
-    gap = torch.empty_like(index)
-    torch.sub(index[1:], index[:-1], out=gap[1:]).sub_(1)
-    gap[first] = index[first]
-    del index  # eight bytes a change, as has each of the steps below
-    streams = []
-    for dtype, limit in levels:
-        wide = gap[(gap >= limit).nonzero().view(-1)]
-        streams.append(gap.clamp_(max=limit).to(dtype))
-        gap = wide
-    return [*streams, gap]
+    def _read_positions(
+        self,
+        streams: Sequence[StreamReader],
+        counts: Sequence[int],
+        numels: Sequence[int],
+        index: torch.Tensor,
+    ) -> None:
+        """Positions of all regions, each in its region.
 
-
-def gap_positions(
-    streams: Sequence[torch.Tensor], levels: Sequence[Level], counts: Sequence[int], numels: Sequence[int]
-) -> torch.Tensor:
-    """Undo `gap_streams`.
-
-    Args:
-        streams: uint8 [n] each, the bytes of one stream a level and of the int64 one.
-        levels: as they were encoded.
-        counts, numels: changed elements and size of each region; empty regions are allowed.
-
-    Returns:
-        int64 [sum of counts], the positions of all regions one after the other, each in its region.
-
-    Raises:
-        CorruptFrameError: the streams do not fit each other, or a position lies beyond its region.
-
-    Collective: no.
-    """
-    gap = _viewed(streams[-1], torch.int64).clone()
-    if bool(((gap < 0) | (gap >= max(numels))).any()):
-        raise CorruptFrameError("a gap is negative or larger than every region")
-    for (dtype, limit), stream in zip(reversed(levels), reversed(streams[:-1]), strict=True):
-        wide, gap = gap, _viewed(stream, dtype).to(torch.int64)
-        escaped = (gap == limit).nonzero().view(-1)
-        if escaped.numel() != wide.numel():
-            raise CorruptFrameError(f"{wide.numel()} wide gaps for {escaped.numel()} escapes")
-        gap[escaped] = wide
-    if gap.numel() != sum(counts):
-        raise CorruptFrameError(f"{gap.numel()} gaps for {sum(counts)} changed elements")
-    gap.add_(1)
-    index = torch.cumsum(gap, 0, out=gap)  # one beyond each position, were all regions one
-    filled = [(count, numel) for count, numel in zip(counts, numels, strict=True) if count]
-    ends = index[torch.tensor(list(accumulate(count for count, _ in filled))) - 1].tolist()
-    begin = 0
-    for part, end, (_, numel) in zip(torch.split(index, [c for c, _ in filled]), ends, filled, strict=True):
-        if end - begin > numel:
-            raise CorruptFrameError(f"position {end - begin - 1} is beyond a region of {numel} elements")
-        part.sub_(begin + 1)
-        begin = end
-    return index
+        Raises:
+            CorruptFrameError: the streams do not fit each other, or a position lies beyond its region.
+        """
+        longest, end = max(numels), 0  # one beyond the last position, were all regions one
+        filled = iter([(count, numel) for count, numel in zip(counts, numels, strict=True) if count])
+        left, numel, begin = 0, 0, 0
+        for piece in slices(index.numel()):
+            here = index[piece]
+            torch.cumsum(self._read_gaps(streams, 0, here.numel(), longest).add_(1), 0, out=here)
+            before, first = end, 0
+            while first < here.numel():
+                if not left:
+                    left, numel, begin = *next(filled), end
+                last = min(first + left, here.numel())
+                end = before + int(here[last - 1])
+                if end - begin > numel:
+                    raise CorruptFrameError(
+                        f"position {end - begin - 1} is beyond a region of {numel} elements"
+                    )
+                here[first:last] += before - begin - 1
+                left -= last - first
+                first = last
 
 
-def _widths(levels: Sequence[Level]) -> list[int]:
-    """Bytes of an entry in each gap stream."""
-    return [dtype.itemsize for dtype, _ in levels] + [torch.int64.itemsize]
+_NARROW = slice(-UNSTATED - (ESCAPE + 1) // 2 + 1, -UNSTATED + ESCAPE // 2 + 1)
+"""Where `_frequency` has the steps that need no escape."""
+
+
+def _frequency(change: RegionChange) -> torch.Tensor:
+    """How often each step from -128 to 127 occurs among the changes."""
+    frequency = torch.zeros(256, dtype=torch.int64)
+    for piece in pieces([change]):
+        frequency += torch.bincount(piece.code.to(torch.int16) - UNSTATED, minlength=256)
+    return frequency
 
 
 def _position_entropy(count: int, numel: int) -> int:
@@ -201,40 +262,3 @@ def _position_entropy(count: int, numel: int) -> int:
     if share in (0, 1):
         return 0
     return math.ceil(-numel * (share * math.log2(share) + (1 - share) * math.log2(1 - share)) / 8)
-
-
-def _codes(change: RegionChange) -> torch.Tensor:
-    if change.code is None or change.value.dtype is not torch.bfloat16:
-        return torch.full(change.value.shape, UNSTATED, dtype=torch.int8, device=change.value.device)
-    return change.code
-
-
-def _spread(value: torch.Tensor, code: torch.Tensor, total: int) -> torch.Tensor:
-    """Whole values at the elements that have no step."""
-    unstated = (code == UNSTATED).nonzero().view(-1)
-    if unstated.numel() != value.numel():
-        raise CorruptFrameError(f"{value.numel()} values for {unstated.numel()} elements without a step")
-    spread = value.new_zeros(total)
-    spread[unstated] = value
-    return spread
-
-
-def _viewed(stream: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    if stream.numel() % dtype.itemsize:
-        raise CorruptFrameError(f"a stream of {stream.numel()} bytes holds no whole number of {dtype}")
-    return stream.view(dtype)
-
-
-def _split_regions(
-    numels: Sequence[int],
-    counts: Sequence[int],
-    index: torch.Tensor,
-    value: torch.Tensor | None,
-    code: torch.Tensor | None,
-    dtype: torch.dtype,
-) -> list[RegionChange]:
-    value = torch.empty(0, dtype=dtype) if value is None else value
-    sizes = list(counts)
-    codes = [None] * len(sizes) if code is None else torch.split(code, sizes)
-    parts = zip(numels, torch.split(index, sizes), torch.split(value, sizes), codes, strict=True)
-    return [RegionChange(numel=numel, index=i, value=v, code=c) for numel, i, v, c in parts]

@@ -6,9 +6,11 @@ from collections.abc import Mapping
 
 from awex_delta.errors import ConfigError
 from awex_delta.wire.choice import AUTO
-from awex_delta.wire.codec import Codec, IndicesCodec
-from awex_delta.wire.context import ContextCodec, load_loops, numba_is_installed
+from awex_delta.wire.classes import load_loops
+from awex_delta.wire.codec import Codec
+from awex_delta.wire.context import ContextCodec, numba_is_installed
 from awex_delta.wire.gaps import GapCodec
+from awex_delta.wire.indices import IndicesCodec
 
 _ALL: tuple[Codec, ...] = (
     IndicesCodec(),

@@ -9,11 +9,11 @@ compression of `wire.streams`, whose Huffman codes spend whole bits on a symbol.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
+import numpy as np
 import torch
 
-from awex_delta.errors import CorruptFrameError
+from awex_delta.wire.pieces import places_of
+from awex_delta.wire.streams import StreamReader
 
 ESCAPE = 15
 
@@ -30,39 +30,30 @@ def step_streams(code: torch.Tensor) -> list[torch.Tensor]:
     Collective: no.
     """
     zigzag = ((code << 1) ^ (code >> 7)).view(torch.uint8)
-    wide = zigzag[zigzag >= ESCAPE]
-    half = zigzag.clamp_(max=ESCAPE)
-    pairs = half[0::2].clone()
-    pairs[: half.numel() // 2] |= half[1::2] << 4
-    return [pairs, wide]
+    wide = zigzag.numpy()[zigzag.numpy() >= ESCAPE]
+    half = torch.nn.functional.pad(zigzag.clamp_(max=ESCAPE), (0, code.numel() % 2)).numpy()
+    both = half.view(np.uint16)  # little-endian, as is all that travels
+    return [torch.from_numpy((both | both >> 4).astype(np.uint8)), torch.from_numpy(wide)]
 
 
 def step_limits(total: int) -> list[int]:
-    """The most bytes of each stream, for `total` steps."""
+    """The most bytes of each stream, for `total` steps. Collective: no."""
     return [(total + 1) // 2, total]
 
 
-def stated_steps(streams: Sequence[torch.Tensor], total: int) -> torch.Tensor:
-    """Undo `step_streams`.
-
-    Args:
-        streams: the two of them.
-        total: number of steps.
+def read_steps(pairs: StreamReader, wide: StreamReader, count: int) -> torch.Tensor:
+    """Undo `step_streams`, for the next `count` steps: an even number, but for the last ones.
 
     Returns:
-        int8 [total].
+        int8 [count].
 
     Raises:
-        CorruptFrameError: the streams do not fit each other or `total`.
+        CorruptFrameError: the streams end before.
 
     Collective: no.
     """
-    pairs, wide = streams
-    if pairs.numel() != (total + 1) // 2:
-        raise CorruptFrameError(f"{pairs.numel()} pairs of steps for {total} changed elements")
-    zigzag = torch.stack((pairs & 15, pairs >> 4), dim=1).view(-1)[:total]
-    escaped = (zigzag == ESCAPE).nonzero().view(-1)
-    if escaped.numel() != wide.numel():
-        raise CorruptFrameError(f"{wide.numel()} wide steps for {escaped.numel()} escapes")
-    zigzag[escaped] = wide
+    both = pairs.read((count + 1) // 2, torch.uint8).numpy().astype(np.uint16)
+    zigzag = torch.from_numpy(((both | both << 4) & 0x0F0F).view(np.uint8)[:count])
+    escaped = places_of(zigzag, ESCAPE)
+    zigzag[escaped] = wide.read(escaped.numel(), torch.uint8)
     return (zigzag >> 1).view(torch.int8) ^ -(zigzag & 1).view(torch.int8)

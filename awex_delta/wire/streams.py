@@ -3,50 +3,175 @@
     directory       int64 [2 k]: bytes of each of k streams, then the bytes that each takes here
     stream 0 .. k-1 one after the other, each padded to 8 bytes
 
-A stream that takes fewer bytes than it has is one zstd frame; otherwise it lies there as it is.
+A stream that takes fewer bytes than it has is one zstd frame, of a window of 512 KiB at most; otherwise it
+lies there as it is.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 import zstandard
 
 from awex_delta.errors import CorruptFrameError
-from awex_delta.wire.codec import as_bytes, pad_to_word, padding
+from awex_delta.wire.codec import as_bytes, padding
 
 ZSTD_LEVEL = 1
+ZSTD_WINDOW = 1 << 19
+"""Of level 1. Nothing larger is unpacked: a reader holds its window."""
 
 
-def join_streams(streams: Sequence[torch.Tensor], *, compress: bool) -> torch.Tensor:
-    """Put streams beside each other.
+class StreamWriter:
+    """Fills streams piece by piece, in the place where the body will lie."""
 
-    Args:
-        streams: uint8 [n] each, on the CPU.
-        compress: pack each by zstd where that makes it smaller.
+    def __init__(self, out: torch.Tensor, limits: Sequence[int], *, compress: bool) -> None:
+        """Start with empty streams.
 
-    Returns:
-        uint8 [n], a multiple of 8 bytes.
+        Args:
+            out: uint8, at least `streams_limit(limits)`, beginning at a multiple of 8 in its storage.
+            limits: the most bytes that each stream will have.
+            compress: pack each by zstd where that makes it smaller.
+        """
+        self._out, self._compress = out, compress
+        self._directory = 16 * len(limits)
+        rooms = (limit + padding(limit) for limit in limits)
+        self._starts = [*accumulate(rooms, initial=self._directory)][:-1]
+        self._ends = list(self._starts)
+
+    def room(self, place: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """The next `count` entries of one stream, for the caller to fill. Collective: no."""
+        start = self._ends[place]
+        self._ends[place] = start + count * dtype.itemsize
+        return self._out[start : self._ends[place]].view(dtype)
+
+    def put(self, place: int, entries: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Append to one stream, as `dtype`. Returns what is there now. Collective: no."""
+        return self.room(place, entries.numel(), dtype).copy_(entries)
+
+    def cut(self, place: int, length: int) -> None:
+        """Take back what the caller left of the room in one stream, beyond its first `length` bytes."""
+        self._ends[place] = self._starts[place] + length
+
+    def finish(self) -> torch.Tensor:
+        """Move the streams together and pack them.
+
+        Returns:
+            The begin of `out`, uint8 [n], a multiple of 8 bytes.
+
+        Collective: no.
+        """
+        body, end = self._out.numpy().data, self._directory
+        raw = [stop - start for start, stop in zip(self._starts, self._ends, strict=True)]
+        stored = []
+        for start, length in zip(self._starts, raw, strict=True):
+            stream = body[start : start + length]
+            packed = _deflated(stream) if self._compress else stream
+            stored.append(len(packed))
+            body[end : end + len(packed)] = packed  # moves what overlaps
+            end += len(packed)
+            body[end : end + padding(len(packed))] = bytes(padding(len(packed)))
+            end += padding(len(packed))
+        self._out[: self._directory] = as_bytes(torch.tensor([*raw, *stored], dtype=torch.int64))
+        return self._out[:end]
+
+
+class StreamReader:
+    """Gives out one stream from its begin, piece by piece."""
+
+    def __init__(self, stored: torch.Tensor, numel: int) -> None:
+        """Read one stream.
+
+        Args:
+            stored: uint8 [n], as it lies in the body.
+            numel: bytes that it has.
+
+        Raises:
+            CorruptFrameError: it is packed, and says another length.
+        """
+        self._stored, self.left = stored, numel
+        self._unpacked: zstandard.ZstdDecompressionReader | None = None
+        if stored.numel() == numel:
+            return
+        packed = stored.numpy().data
+        try:
+            promised = zstandard.frame_content_size(packed)
+        except zstandard.ZstdError as error:
+            raise CorruptFrameError(f"a stream cannot be unpacked: {error}") from error
+        if promised != numel:
+            raise CorruptFrameError(f"a stream unpacks to {promised} bytes, its directory says {numel}")
+        self._unpacked = zstandard.ZstdDecompressor(max_window_size=ZSTD_WINDOW).stream_reader(packed)
+
+    def read(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """The next `count` entries.
+
+        Returns:
+            [count]; aliases the body where the stream is not packed.
+
+        Raises:
+            CorruptFrameError: there are not as many, or what is there cannot be unpacked.
+
+        Collective: no.
+        """
+        length = count * dtype.itemsize
+        self._check(length)  # before memory is allocated
+        if self._unpacked is not None:
+            return self.read_into(torch.empty(length, dtype=torch.uint8)).view(dtype)
+        start = self._stored.numel() - self.left
+        self.left -= length
+        return self._stored[start : start + length].view(dtype)
+
+    def read_all(self, dtype: torch.dtype) -> torch.Tensor:
+        """What is left of it; as `read`. Collective: no."""
+        if self.left % dtype.itemsize:
+            raise CorruptFrameError(f"a stream of {self.left} bytes holds no whole number of {dtype}")
+        return self.read(self.left // dtype.itemsize, dtype)
+
+    def read_into(self, out: torch.Tensor) -> torch.Tensor:
+        """As `read`, of as many bytes as `out` has, uint8 [n]. Returns it. Collective: no."""
+        if self._unpacked is None:
+            return out.copy_(self.read(out.numel(), torch.uint8))
+        self._check(out.numel())
+        try:
+            found = self._unpacked.readinto(out.numpy().data) if out.numel() else 0
+        except zstandard.ZstdError as error:
+            raise CorruptFrameError(f"a stream cannot be unpacked: {error}") from error
+        if found != out.numel():
+            raise CorruptFrameError(f"a stream ends {out.numel() - found} bytes before its directory says")
+        self.left -= found
+        return out
+
+    def _check(self, length: int) -> None:
+        if length > self.left:
+            raise CorruptFrameError(f"a stream ends {length - self.left} bytes before its last entry")
+
+
+def check_read(streams: Sequence[StreamReader]) -> None:
+    """Refuse streams that hold more than was asked for.
+
+    Raises:
+        CorruptFrameError: bytes are left.
 
     Collective: no.
     """
-    stored = [_deflated(stream) for stream in streams] if compress else list(streams)
-    lengths = [stream.numel() for stream in (*streams, *stored)]
-    directory = as_bytes(torch.tensor(lengths, dtype=torch.int64))
-    return torch.cat([directory, *(pad_to_word(stream) for stream in stored)])
+    left = [stream.left for stream in streams]
+    if any(left):
+        raise CorruptFrameError(f"streams have {left} bytes more than their entries")
 
 
-def split_streams(body: torch.Tensor, limits: Sequence[int]) -> list[torch.Tensor]:
-    """Take apart what `join_streams` put together.
+def streams_limit(limits: Sequence[int]) -> int:
+    """The most bytes of a body whose streams have `limits`. Collective: no."""
+    return sum(16 + limit + padding(limit) for limit in limits)
+
+
+def open_streams(body: torch.Tensor, limits: Sequence[int]) -> list[StreamReader]:
+    """Take apart what a `StreamWriter` put together.
 
     Args:
         body: uint8 [n], beginning at a multiple of 8 in its storage.
         limits: the most bytes that each stream can have; checked before memory is allocated.
-
-    Returns:
-        uint8 [n] each, beginning at a multiple of 8 bytes; those that were not packed alias `body`.
 
     Raises:
         CorruptFrameError: the directory and the streams do not fit each other or the limits.
@@ -64,36 +189,26 @@ def split_streams(body: torch.Tensor, limits: Sequence[int]) -> list[torch.Tenso
         raise CorruptFrameError(f"a body of {body.numel()} bytes cannot hold streams of {stored} bytes")
     streams = []
     for numel, length in zip(raw, stored, strict=True):
-        stream = body[start : start + length]
-        streams.append(stream if length == numel else _inflated(stream, numel))
+        streams.append(StreamReader(body[start : start + length], numel))
         start += length + padding(length)
     return streams
 
 
-def entropy_bytes(stream: torch.Tensor) -> int:
-    """What an ideal order-0 coder makes of a stream of bytes, uint8 [n], without the cost of its table."""
-    frequency = torch.bincount(stream.view(-1), minlength=256).double()
-    share = frequency[frequency > 0] / max(stream.numel(), 1)
-    return math.ceil(-float((share * share.log2()).sum()) * stream.numel() / 8)
-
-
-def _deflated(stream: torch.Tensor) -> torch.Tensor:
-    if not stream.numel():
+def _deflated(stream: memoryview) -> memoryview | bytes:
+    if not len(stream):
         return stream
-    packed = zstandard.ZstdCompressor(level=ZSTD_LEVEL).compress(stream.numpy().data)
-    if len(packed) >= stream.numel():
-        return stream
-    return torch.frombuffer(bytearray(packed), dtype=torch.uint8)
+    packed = zstandard.ZstdCompressor(level=ZSTD_LEVEL).compress(stream)
+    return packed if len(packed) < len(stream) else stream
 
 
-def _inflated(stream: torch.Tensor, numel: int) -> torch.Tensor:
-    packed, out = stream.numpy().data, torch.empty(numel, dtype=torch.uint8)
-    try:
-        promised = zstandard.frame_content_size(packed)
-        with zstandard.ZstdDecompressor().stream_reader(packed) as reader:
-            found = reader.readinto(out.numpy().data) if promised == numel else promised
-    except zstandard.ZstdError as error:
-        raise CorruptFrameError(f"a stream cannot be unpacked: {error}") from error
-    if found != numel:
-        raise CorruptFrameError(f"a stream unpacks to {found} bytes, its directory says {numel}")
-    return out
+def entropy_bytes(frequency: torch.Tensor) -> int:
+    """What an ideal order-0 coder takes for symbols of such frequencies, without the cost of its table.
+
+    Args:
+        frequency: int64 [k], how often each symbol occurs.
+
+    Collective: no.
+    """
+    total = int(frequency.sum())
+    share = frequency[frequency > 0].double() / max(total, 1)
+    return math.ceil(-float((share * share.log2()).sum()) * total / 8)

@@ -21,15 +21,24 @@ ESCAPE = 255
 Loop = TypeVar("Loop", bound=Callable[..., Any])
 
 
-_BITS, _KINDS, _CODES, _INTS, _RANGES = "uint16[::1]", "uint8[::1]", "int8[::1]", "int64[::1]", "int64[:,::1]"
+_BITS, _BYTES, _CODES, _INTS, _TABLE = "uint16[::1]", "uint8[::1]", "int8[::1]", "int64[::1]", "int64[:,::1]"
+_GAPS = ("uint32[::1]", _INTS)
+"""Gaps of a frame that covers fewer than 2^32 elements, and of any."""
 
 
-def _compiled(result: str, *arguments: str) -> Callable[[Loop], Loop]:
-    """Machine code at import, kept beside the module for the next process; other threads run meanwhile."""
+def _compiled(result: str, *arguments: str | tuple[str, ...]) -> Callable[[Loop], Loop]:
+    """Machine code at import, kept beside the module for the next process; other threads run meanwhile.
+
+    An argument that is a tuple stands for several types, one compilation each.
+    """
 
     def compile_loop(loop: Loop) -> Loop:
-        signature = f"{result}({', '.join(arguments)})"
-        compiled: Loop = numba.njit(signature, nogil=True, cache=True)(loop)
+        choices = [(one,) if isinstance(one, str) else one for one in arguments]
+        signatures = [
+            f"{result}({', '.join(one[min(place, len(one) - 1)] for one in choices)})"
+            for place in range(max(map(len, choices)))
+        ]
+        compiled: Loop = numba.njit(signatures, nogil=True, cache=True)(loop)
         return compiled
 
     return compile_loop
@@ -37,25 +46,32 @@ def _compiled(result: str, *arguments: str) -> Callable[[Loop], Loop]:
 
 _ONE, _SEVEN, _MASK = np.uint64(1), np.uint64(7), np.uint64(255)
 _LANE = np.uint64(256)
+_UNSTATED = -128
 
 
-@_compiled("void", _BITS, _CODES, _KINDS, _INTS)
-def classify(
-    new: NDArray[np.uint16], code: NDArray[np.int8], kind: NDArray[np.uint8], num: NDArray[np.int64]
-) -> None:
-    """Exponents before a step.
+@_compiled("int64", "int64")
+def _flipped(pattern: Any) -> Any:
+    """A pattern as an integer of the same order, and back; see `numerics.ulp`. Both of 16 bits, signed."""
+    return pattern ^ ((pattern >> 15) & 0x7FFF)
+
+
+@_compiled("int64", "int64", "int64")
+def _exponent(new: Any, code: Any) -> Any:
+    """The exponent bits before a step, from the pattern after it."""
+    return (_flipped(_flipped(np.int64(np.int16(new))) - code) >> 7) & 255
+
+
+@_compiled("void", _BITS, _CODES, _INTS)
+def classify(new: NDArray[np.uint16], code: NDArray[np.int8], num: NDArray[np.int64]) -> None:
+    """Count the exponents before steps that are stated.
 
     Args:
         new, code: patterns after it, and the step.
-        kind: the exponent before it.
         num: [256], counts how often each occurs.
     """
     for i in range(new.size):
-        pattern = np.int64(np.int16(new[i]))
-        order = (pattern ^ ((pattern >> 15) & 0x7FFF)) - code[i]
-        old = (order ^ ((order >> 15) & 0x7FFF)) & 0xFFFF
-        kind[i] = (old >> 7) & 255
-        num[kind[i]] += 1
+        if code[i] != _UNSTATED:
+            num[_exponent(new[i], code[i])] += 1
 
 
 @_compiled("void", _BITS, "int64", "int64", _INTS)
@@ -73,17 +89,18 @@ def _count(bits: NDArray[np.uint16], start: int, stop: int, since: NDArray[np.in
         j += _ONE
 
 
-@_compiled("boolean", _BITS, "int64", _RANGES, _INTS, _INTS, _KINDS, _CODES, _INTS, _INTS, _INTS, _CODES)
+@_compiled("boolean", _BITS, "int64", _TABLE, _INTS, _INTS, _BITS, _CODES, _INTS, _INTS, _INTS, _GAPS, _CODES)
 def count_gaps(
     bits: NDArray[np.uint16],
     base: int,
     segments: NDArray[np.int64],
     at: NDArray[np.int64],
     changed: NDArray[np.int64],
-    kind: NDArray[np.uint8],
+    new: NDArray[np.uint16],
     code: NDArray[np.int8],
     since: NDArray[np.int64],
     slot: NDArray[np.int64],
+    sums: NDArray[np.int64],
     gaps: NDArray[np.int64],
     steps: NDArray[np.int8],
 ) -> bool:
@@ -93,186 +110,231 @@ def count_gaps(
         bits: patterns of positions base .. base + len(bits).
         segments: [k, 2], the ranges to walk, ascending.
         at: [2], the first segment and the first change that are not done; moved on.
-        changed, kind, code: positions to be found, ascending, their old exponents and their steps.
+        changed, new, code: positions to be found, ascending, their patterns and their steps. What states no
+            step is left out.
         since: [1024], unchanged elements of each class since its last change, in four lanes.
         slot: [256], where the next gap of a class goes.
+        sums: [256], of the gaps of a class.
         gaps, steps: by slot, the unchanged elements of its class before a change, and its step.
 
     Returns:
-        False where a change lies outside the segments.
+        False where a change with a step lies outside the segments.
     """
-    segment, change = at[0], at[1]
+    segment, change, inside = at[0], at[1], True
     end = base + bits.size
     while segment < segments.shape[0] and segments[segment, 0] < end:
         place, stop = max(segments[segment, 0], base), min(segments[segment, 1], end)
         while place < stop:
+            while change < changed.size and changed[change] < place:
+                inside &= code[change] == _UNSTATED
+                change += 1
             until = stop
             if change < changed.size:
-                if changed[change] < place:
-                    return False
                 until = min(stop, changed[change])
             _count(bits, place - base, until - base, since)
             place = until
             if place < stop:
-                own = np.int64(kind[change])
-                where = slot[own]
-                slot[own] = where + 1
-                steps[where] = code[change]
-                gaps[where] = since[own] + since[own + 256] + since[own + 512] + since[own + 768]
-                since[own] = since[own + 256] = since[own + 512] = since[own + 768] = 0
+                if code[change] != _UNSTATED:
+                    own = _exponent(new[change], code[change])
+                    where = slot[own]
+                    slot[own] = where + 1
+                    steps[where] = code[change]
+                    gap = since[own] + since[own + 256] + since[own + 512] + since[own + 768]
+                    gaps[where] = gap
+                    sums[own] += gap
+                    since[own] = since[own + 256] = since[own + 512] = since[own + 768] = 0
                 change += 1
                 place += 1
         if segments[segment, 1] > end:
             break
         segment += 1
     at[0], at[1] = segment, change
-    return True
+    return inside
 
 
-@_compiled("void", _BITS, "int64", _RANGES, *[_INTS] * 5, _CODES, _INTS, _CODES)
+@_compiled("int64", _GAPS, "int64")
+def count_escapes(gaps: NDArray[np.int64], shift: int) -> int:
+    """How many gaps of one class do not fit a byte without their lower bits."""
+    escaped = 0
+    for gap in gaps:
+        if np.int64(gap) >> shift >= ESCAPE:
+            escaped += 1
+    return escaped
+
+
+@_compiled("void", _GAPS, "int64", _INTS, _BYTES, _BYTES, _INTS)
+def split_gaps(
+    gaps: NDArray[np.int64],
+    shift: int,
+    at: NDArray[np.int64],
+    high: NDArray[np.uint8],
+    low: NDArray[np.uint8],
+    wide: NDArray[np.int64],
+) -> None:
+    """Cut the gaps of one class into a byte and lower bits.
+
+    Args:
+        gaps: by slot.
+        shift: how many lower bits they have.
+        at: [2], the next bit and the next escape; moved on.
+        high: what is left of each gap without them, or ESCAPE.
+        low: the lower bits of all classes, least significant first; zero where nothing was written.
+        wide: the upper parts that escaped, of all classes.
+    """
+    bit, escaped = at[0], at[1]
+    for slot in range(gaps.size):
+        gap = np.int64(gaps[slot])
+        top = gap >> shift
+        if top >= ESCAPE:
+            high[slot] = ESCAPE
+            wide[escaped] = top
+            escaped += 1
+        else:
+            high[slot] = top
+        rest, bits = gap & ((1 << shift) - 1), shift
+        while bits > 0:
+            taken = min(bits, 8 - (bit & 7))
+            low[bit >> 3] |= (rest & ((1 << taken) - 1)) << (bit & 7)
+            rest >>= taken
+            bits -= taken
+            bit += taken
+    at[0], at[1] = bit, escaped
+
+
+SLOT, LAST, NIBBLE, WIDE_STEP, WIDE_GAP, BIT, SHIFT = range(7)
+"""Of a class: its next slot, the end of its slots, where its next step, escapes and lower bits are."""
+
+
+@_compiled("void", _BYTES, _BYTES, _TABLE, _INTS)
+def find_escapes(
+    high: NDArray[np.uint8], pairs: NDArray[np.uint8], cursors: NDArray[np.int64], totals: NDArray[np.int64]
+) -> None:
+    """Set where the escapes of each class begin, from SLOT, LAST and NIBBLE of all classes.
+
+    Args:
+        high, pairs: by slot and by nibble, as `find_changes` takes them.
+        cursors: [256, 7].
+        totals: [2], how many steps and gaps escape.
+    """
+    steps, gaps = 0, 0
+    for own in range(cursors.shape[0]):
+        cursors[own, WIDE_STEP], cursors[own, WIDE_GAP] = steps, gaps
+        for place in range(cursors[own, LAST] - cursors[own, SLOT]):
+            nibble = cursors[own, NIBBLE] + place
+            steps += (pairs[nibble >> 1] >> ((nibble & 1) << 2)) & 15 == 15
+            gaps += high[cursors[own, SLOT] + place] == ESCAPE
+    totals[0], totals[1] = steps, gaps
+
+
+@_compiled("int64", "int64", _TABLE, _BYTES, _BYTES, _INTS)
+def next_gap(
+    own: Any,
+    cursors: NDArray[np.int64],
+    high: NDArray[np.uint8],
+    low: NDArray[np.uint8],
+    wide_gaps: NDArray[np.int64],
+) -> Any:
+    """The gap at the slot of a class; NEVER where it has none, or where it makes no sense."""
+    if cursors[own, SLOT] >= cursors[own, LAST]:
+        return NEVER
+    top, shift = np.int64(high[cursors[own, SLOT]]), cursors[own, SHIFT]
+    if top == ESCAPE:
+        top = wide_gaps[cursors[own, WIDE_GAP]]
+        cursors[own, WIDE_GAP] += 1
+    if top < 0 or top > NEVER >> shift:
+        return NEVER
+    rest, done, bit = np.int64(0), np.int64(0), cursors[own, BIT]
+    while done < shift:
+        taken = min(shift - done, 8 - (bit & 7))
+        rest |= ((np.int64(low[bit >> 3]) >> (bit & 7)) & ((1 << taken) - 1)) << done
+        done += taken
+        bit += taken
+    cursors[own, BIT] = bit
+    return (top << shift) | rest
+
+
+@_compiled("int64", "int64", _TABLE, _BYTES, _BYTES)
+def _next_step(
+    own: Any, cursors: NDArray[np.int64], pairs: NDArray[np.uint8], wide_steps: NDArray[np.uint8]
+) -> Any:
+    """The step at the slot of a class."""
+    nibble = cursors[own, NIBBLE]
+    cursors[own, NIBBLE] = nibble + 1
+    zigzag = (np.int64(pairs[nibble >> 1]) >> ((nibble & 1) << 2)) & 15
+    if zigzag == 15:
+        zigzag = np.int64(wide_steps[cursors[own, WIDE_STEP]])
+        cursors[own, WIDE_STEP] += 1
+    return (zigzag >> 1) ^ -(zigzag & 1)
+
+
+@_compiled("void", "int64", "int64", _INTS, _INTS, _BITS)
+def merge_unstated(
+    offset: int, end: int, at: NDArray[np.int64], places: NDArray[np.int64], new: NDArray[np.uint16]
+) -> None:
+    """Append what states no step and lies before position `end` of a region; see `find_changes`."""
+    found, aside = at[1], at[2]
+    while aside < places.size and places[aside] - offset < end:
+        places[found], new[found] = places[aside] - offset, new[aside]
+        found += 1
+        aside += 1
+    at[1], at[2] = found, aside
+
+
+@_compiled("void", _BITS, "int64", _TABLE, _INTS, "int64", _INTS, _TABLE, *[_BYTES] * 4, _INTS, _INTS, _BITS)
 def find_changes(
     bits: NDArray[np.uint16],
     base: int,
     segments: NDArray[np.int64],
     at: NDArray[np.int64],
+    offset: int,
     left: NDArray[np.int64],
-    slot: NDArray[np.int64],
-    last: NDArray[np.int64],
-    gaps: NDArray[np.int64],
-    steps: NDArray[np.int8],
+    cursors: NDArray[np.int64],
+    high: NDArray[np.uint8],
+    low: NDArray[np.uint8],
+    pairs: NDArray[np.uint8],
+    wide_steps: NDArray[np.uint8],
+    wide_gaps: NDArray[np.int64],
     places: NDArray[np.int64],
-    codes: NDArray[np.int8],
+    new: NDArray[np.uint16],
 ) -> None:
     """Walk a block of weights on the receiver; undoes `count_gaps`.
 
     Args:
         bits, base, segments: as there, of the base.
-        at: [2], the first segment that is not done, and how many changes were found; moved on. It stops
-            where there are no more `places`, with one more than there are, also when called again.
+        at: [3], the first segment that is not done, how many changes were found, and the first of
+            those at the end of `places` that is not among them; moved on.
+        offset: of the region, in the positions at the end of `places`.
         left: [256], unchanged elements of each class before its next change; NEVER where there is none.
-        slot, last: [256], the slot of the next change of each class, and the end of its slots.
-        gaps, steps: by slot.
-        places, codes: position and step of each change found.
+        cursors: [256, 7], what each class has next; moved on.
+        high, low, pairs, wide_steps, wide_gaps: the streams.
+        places, new: positions and patterns of the changes found, from the begin; at the end those that state
+            no step. What is found never reaches what is not merged yet.
     """
-    segment, found = at[0], at[1]
+    segment = at[0]
     end = base + bits.size
     while segment < segments.shape[0] and segments[segment, 0] < end:
-        start, stop = max(segments[segment, 0], base) - base, min(segments[segment, 1], end) - base
-        for j in range(np.uint64(start), np.uint64(stop)):
-            own = (np.uint64(bits[j]) >> _SEVEN) & _MASK
-            before = left[own] - 1
-            left[own] = before
-            if before < 0:
-                if found >= places.size:
-                    at[1] = places.size + 1
-                    return
-                where = slot[own]
-                places[found], codes[found] = base + np.int64(j), steps[where]
-                found += 1
-                slot[own] = where + 1
-                left[own] = gaps[where + 1] if where + 1 < last[own] else NEVER
+        place, stop = max(segments[segment, 0], base), min(segments[segment, 1], end)
+        while place < stop:
+            merge_unstated(offset, place, at, places, new)
+            until = stop
+            if at[2] < places.size:
+                until = min(stop, places[at[2]] - offset)
+            for j in range(np.uint64(place - base), np.uint64(until - base)):
+                kind = (np.uint64(bits[j]) >> _SEVEN) & _MASK
+                before = left[kind] - 1
+                left[kind] = before
+                if before < 0:
+                    own = np.int64(kind)
+                    step = _next_step(own, cursors, pairs, wide_steps)
+                    places[at[1]] = base + np.int64(j)
+                    new[at[1]] = _flipped(np.int64(np.int16(_flipped(np.int64(np.int16(bits[j]))) + step)))
+                    at[1] += 1
+                    cursors[own, SLOT] += 1
+                    left[own] = next_gap(own, cursors, high, low, wide_gaps)
+            place = until + 1
+            if until < stop:
+                merge_unstated(offset, place, at, places, new)
         if segments[segment, 1] > end:
             break
         segment += 1
-    at[0], at[1] = segment, found
-
-
-@_compiled("void", _INTS, _CODES, "int64", _INTS, "int64")
-def insert_unstated(
-    places: NDArray[np.int64],
-    codes: NDArray[np.int8],
-    found: int,
-    aside: NDArray[np.int64],
-    unstated: int,
-) -> None:
-    """Merge ascending positions from `aside` into the first `found` of `places`, in place, from the end."""
-    i, j = found - 1, aside.size - 1
-    for k in range(found + aside.size - 1, -1, -1):
-        if j < 0:
-            return
-        if i >= 0 and places[i] > aside[j]:
-            places[k], codes[k] = places[i], codes[i]
-            i -= 1
-        else:
-            places[k], codes[k] = aside[j], unstated
-            j -= 1
-
-
-@_compiled("int64", _INTS, _INTS, _INTS, _KINDS, _KINDS, _INTS)
-def split_gaps(
-    gaps: NDArray[np.int64],
-    ends: NDArray[np.int64],
-    shifts: NDArray[np.int64],
-    high: NDArray[np.uint8],
-    low: NDArray[np.uint8],
-    wide: NDArray[np.int64],
-) -> int:
-    """Cut gaps into a byte and lower bits.
-
-    Args:
-        gaps: by slot.
-        ends: [k], where the slots of each class end.
-        shifts: [k], how many lower bits its gaps have.
-        high: [n], what is left of each gap without them, or ESCAPE.
-        low: the lower bits, least significant first; of the right size, and zero.
-        wide: [n], the upper parts that escaped.
-
-    Returns:
-        How many escaped.
-    """
-    slot, bit, escaped = 0, 0, 0
-    for kind in range(ends.size):
-        shift = shifts[kind]
-        while slot < ends[kind]:
-            gap = gaps[slot]
-            top = gap >> shift
-            if top >= ESCAPE:
-                high[slot] = ESCAPE
-                wide[escaped] = top
-                escaped += 1
-            else:
-                high[slot] = top
-            rest, bits = gap & ((1 << shift) - 1), shift
-            while bits > 0:
-                taken = min(bits, 8 - (bit & 7))
-                low[bit >> 3] |= (rest & ((1 << taken) - 1)) << (bit & 7)
-                rest >>= taken
-                bits -= taken
-                bit += taken
-            slot += 1
-    return escaped
-
-
-@_compiled("int64", _KINDS, _INTS, _INTS, _KINDS, _INTS, _INTS)
-def join_gaps(
-    high: NDArray[np.uint8],
-    ends: NDArray[np.int64],
-    shifts: NDArray[np.int64],
-    low: NDArray[np.uint8],
-    wide: NDArray[np.int64],
-    gaps: NDArray[np.int64],
-) -> int:
-    """Undo `split_gaps`.
-
-    Returns:
-        How many escapes were met; more than there are is -1, and then the gaps mean nothing.
-    """
-    slot, bit, escaped = 0, 0, 0
-    for kind in range(ends.size):
-        shift = shifts[kind]
-        while slot < ends[kind]:
-            top = np.int64(high[slot])
-            if top == ESCAPE:
-                if escaped == wide.size:
-                    return -1
-                top = wide[escaped]
-                escaped += 1
-            rest, done = np.int64(0), 0
-            while done < shift:
-                taken = min(shift - done, 8 - (bit & 7))
-                rest |= ((np.int64(low[bit >> 3]) >> (bit & 7)) & ((1 << taken) - 1)) << done
-                done += taken
-                bit += taken
-            gaps[slot] = (top << shift) | rest
-            slot += 1
-    return escaped
+    at[0] = segment

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -77,19 +78,21 @@ def test_the_walk_counts_what_a_slow_oracle_counts(block: int, monkeypatch: pyte
     assert found.steps.tolist() == [steps[place] for place in places]
 
 
-def test_a_walk_that_finds_too_many_changes_writes_nothing_beyond_them() -> None:
+def test_a_walk_finds_no_more_changes_than_there_are_slots() -> None:
     """Over any number of blocks: where a receiver's base is another one, anything may be found."""
-    bits, ends = np.full(40, 0x3F80, np.uint16), np.zeros(256, np.int64)
-    left, slot, ends[127] = np.zeros(256, np.int64), np.zeros(256, np.int64), 10
-    memory, codes = np.full(12, -7, np.int64), np.full(12, -7, np.int8)
-    at, segments = np.zeros(2, np.int64), np.array([[0, 40]], np.int64)
-    tables = left, slot, ends, np.zeros(10, np.int64), np.ones(10, np.int8)
+    loops, bits = module.load_loops(), np.full(40, 0x3F80, np.uint16)
+    cursors, left = np.zeros((256, 7), np.int64), np.full(256, loops.NEVER)
+    cursors[127, loops.LAST], left[127] = 2, 0
+    memory, new = np.full(12, -7, np.int64), np.full(12, 7, np.uint16)
+    memory[2] = 1000  # what states no step lies elsewhere
+    at, segments, empty = np.array([0, 0, 2]), np.array([[0, 40]], np.int64), np.empty(0, np.uint8)
+    streams = np.zeros(2, np.uint8), empty, np.full(1, 0x21, np.uint8), empty, np.empty(0, np.int64)
     for base in range(0, 40, 8):
         block = bits[base : base + 8]
-        module.load_loops().find_changes(block, base, segments, at, *tables, memory[:2], codes[:2])
-        assert at[1] == 3
-    assert memory.tolist() == [0, 1] + [-7] * 10
-    assert codes.tolist() == [1, 1] + [-7] * 10
+        loops.find_changes(block, base, segments, at, 0, left, cursors, *streams, memory[:3], new[:3])
+        assert at[1:].tolist() == [2, 2]
+    assert memory.tolist() == [0, 1, 1000] + [-7] * 9
+    assert new.tolist() == [0x3F7F, 0x3F81] + [7] * 10
 
 
 def test_counts_run_on_through_regions() -> None:
@@ -131,7 +134,7 @@ def regions(draw: st.DrawFn) -> tuple[list[RegionChange], list[torch.Tensor], li
     return changes, olds, contexts
 
 
-@pytest.mark.parametrize(("block", "group"), [(1 << 22, 4096), (5, 3)])
+@pytest.mark.parametrize(("block", "group", "piece"), [(1 << 22, 4096, 1 << 16), (5, 3, 2)])
 @settings(
     deadline=None,
     max_examples=100,
@@ -141,11 +144,13 @@ def regions(draw: st.DrawFn) -> tuple[list[RegionChange], list[torch.Tensor], li
 def test_any_weights_come_back(
     block: int,
     group: int,
+    piece: int,
     monkeypatch: pytest.MonkeyPatch,
     update: tuple[list[RegionChange], list[torch.Tensor], list[Context | None]],
 ) -> None:
     monkeypatch.setattr("awex_delta.wire.weights.BLOCK", block)
-    monkeypatch.setattr(module, "GROUP", group)
+    monkeypatch.setattr("awex_delta.wire.classes.GROUP", group)
+    monkeypatch.setattr("awex_delta.wire.pieces.PIECE", piece)
     changes, olds, contexts = update
     counts, numels = [c.value.numel() for c in changes], [c.numel for c in changes]
     found = CODEC.decode(CODEC.encode(changes, BF16), counts, numels, BF16, contexts)
@@ -186,14 +191,39 @@ def test_positions_beyond_int32_in_a_region_of_which_little_is_owned() -> None:
 @pytest.mark.parametrize("top", [0, 254, 255, 2**31, 2**40])
 @pytest.mark.parametrize("shift", [0, 1, 7, 8, 13])
 def test_gaps_of_any_length(top: int, shift: int) -> None:
+    """Two exponents: what `split_gaps` writes, `next_gap` reads, whichever comes first among the weights."""
     gaps = np.array([0, 1, (top << shift) | 1, 254 << shift, (255 << shift) - 1, 255 << shift], np.int64)
-    classes = module._Classes(
-        kinds=np.array([7, 9]), counts=np.array([2, 4]), shifts=np.array([shift, shift])
+    loops, classes = (
+        module.load_loops(),
+        module.Classes(kinds=np.array([7, 9]), counts=np.array([2, 4]), shifts=np.array([shift, shift])),
     )
-    high, low, wide = module._split(classes, gaps)
-    assert module._join(
-        classes, high, torch.from_numpy(low), torch.from_numpy(wide).view(torch.uint8)
-    ).tolist() == (gaps.tolist())
+    escaped = sum(loops.count_escapes(gaps[slots], shift) for slots in classes.slots())
+    assert escaped == sum(gap >> shift >= 255 for gap in gaps.tolist())
+    high, low, wide = (
+        np.zeros(6, np.uint8),
+        np.zeros(classes.low_bytes, np.uint8),
+        np.zeros(escaped, np.int64),
+    )
+    at = np.zeros(2, np.int64)
+    for slots in classes.slots():
+        loops.split_gaps(gaps[slots], shift, at, high[slots], low, wide)
+    cursors, totals = classes.cursors(), np.zeros(2, np.int64)
+    loops.find_escapes(high, np.zeros(3, np.uint8), cursors, totals)
+    assert totals.tolist() == [0, escaped]
+    found: dict[int, list[int]] = {7: [], 9: []}
+    for kind in (9, 7, 9, 9, 7, 9, 9, 7, 250):
+        gap = loops.next_gap(kind, cursors, high, low, wide)
+        cursors[kind, loops.SLOT] += 1
+        assert (gap == loops.NEVER) == (kind == 250 or len(found[kind]) == classes.counts[kind // 9])
+        if gap != loops.NEVER:
+            found[kind].append(gap)
+    assert found == {7: gaps[:2].tolist(), 9: gaps[2:].tolist()}
+
+
+def test_gaps_are_wide_only_where_a_frame_covers_2_to_the_32_elements() -> None:
+    far = change(torch.ones(3).bfloat16(), torch.zeros(3).bfloat16(), torch.tensor([2]))
+    for numel, width in ((2**32 - 1, 4), (2**32, 8)):
+        assert module._walk_sender([replace(far, numel=numel)]).gaps.itemsize == width
 
 
 @pytest.mark.parametrize(("lr", "limit"), [(1e-6, 0.88), (3e-6, 0.78)])
@@ -218,9 +248,9 @@ def test_another_base_is_found_or_gives_other_positions_never_an_error_of_python
     old, new = adamw_step(1e-5, 5000)
     index = (old.view(torch.int16) != new.view(torch.int16)).nonzero().view(-1)
     body = CODEC.encode([change(old, new, index)], BF16)
-    with pytest.raises(CorruptFrameError, match="changes with a step lie in a region"):
+    with pytest.raises(CorruptFrameError, match="changes lie in a region of"):
         CODEC.decode(body, [len(index)], [5000], BF16, [context(torch.ones(5000, dtype=BF16))])
-    with pytest.raises(CorruptFrameError, match="changes with a step lie in a region"):
+    with pytest.raises(CorruptFrameError, match="changes lie in a region of"):
         CODEC.decode(body, [len(index)], [5000], BF16)
 
 

@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from awex_delta.errors import ConfigError, CorruptFrameError, StaleFrameError
-from awex_delta.wire.codec import RegionChange, check_positions
+from awex_delta.wire.codec import RegionChange
 from awex_delta.wire.frame import FrameIdentity, pack_frame, unpack_frame
+from awex_delta.wire.indices import check_positions
 from awex_delta.wire.registry import codec_named
 
 CODEC = codec_named("indices")
