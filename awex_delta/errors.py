@@ -76,6 +76,10 @@ class MissingFrameError(FrameOrderError):
     """A frame came before another that belongs in front of it, or that one never came."""
 
 
+class DriftError(AwexDeltaError):
+    """Live weights of an engine are not those of the version that it committed. Nothing was written."""
+
+
 class UpdateError(AwexDeltaError):
     """An update did not commit. Versions and watermarks stand where they stood."""
 

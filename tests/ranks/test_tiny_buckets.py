@@ -38,8 +38,8 @@ def note_frames(pairing: Pairing) -> dict[int, Frames]:
 def _note(sender: Any, frames: Frames) -> None:
     pack = sender._frame
 
-    def noted(*arguments: Any) -> torch.Tensor:
-        frames.append(pack(*arguments))
+    def noted(*arguments: Any, **options: Any) -> torch.Tensor:
+        frames.append(pack(*arguments, **options))
         return frames[-1]
 
     sender._frame = noted
