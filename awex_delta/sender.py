@@ -202,7 +202,7 @@ class Sender(TrainerEnd):
             if count:
                 guarded = verifier.scope is not Scope.OFF and can_guard(codec, changes)
                 frames[receiver, dtype] = [
-                    partial(self._frame, decision, receiver, dtype, codec, changes, bucket, guarded=guarded)
+                    partial(self._frame, decision, receiver, dtype, codec, changes, bucket)
                     for bucket in cut(changes, codec, dtype, self._settings.bucket_bytes, guarded=guarded)
                 ]
                 total += count
@@ -218,13 +218,11 @@ class Sender(TrainerEnd):
         codec: Codec,
         changes: list[RegionChange],
         bucket: Bucket,
-        *,
-        guarded: bool,
     ) -> torch.Tensor:
         identity = self._session.frame_identity(decision, self._comm.seat, receiver, dtype)
         here = bucket.changes(changes)
         compiled = self._session.plan.full_bytes >= 2 * WORTH_COMPILING
-        guard = guard_of(here, compiled=compiled) if guarded else None
+        guard = guard_of(here, compiled=compiled) if bucket.guarded else None
         return pack_frame(identity, codec, here, bucket.span, guard)
 
     def _send_full(self, watch: Stopwatch, verifier: Verifier, failure: str) -> tuple[int, int]:

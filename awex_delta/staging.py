@@ -99,11 +99,8 @@ class Staging:
         """Compare what is going to be replaced with what the sender knows of it."""
         first, totals = 0, []
         for window, change in zip(found.windows, found.changes, strict=True):
-            count = 0 if change.index is None else change.index.numel()
-            totals.append(
-                self._old_digest(regions[window.region], window, change, guard.stated(first, count))
-            )
-            first += count
+            totals.append(self._old_digest(regions[window.region], window, change, guard, first))
+            first += 0 if change.index is None else change.index.numel()
         live = [int(total) for total in totals]
         pairs = zip(live, guard.digests.tolist(), found.windows, strict=True)
         drifted = {regions[window.region].name: None for here, told, window in pairs if here != told}
@@ -116,17 +113,17 @@ class Staging:
             )
 
     def _old_digest(
-        self, region: Region, window: Window, change: RegionChange, stated: torch.Tensor
+        self, region: Region, window: Window, change: RegionChange, guard: Guard, first: int
     ) -> torch.Tensor:
-        if change.index is None or not change.index.numel():
-            return torch.zeros((), dtype=torch.int64)
         index = change.index
-
-        def old(here: slice) -> torch.Tensor:
-            return self._old(region, index[here] + window.start).cpu()
-
-        compiled = self._session.plan.full_bytes >= 2 * WORTH_COMPILING
-        return old_digest(index, stated, old, compiled=compiled)
+        if index is None:
+            return torch.zeros((), dtype=torch.int64)
+        return old_digest(
+            index,
+            lambda here: self._old(region, index[here] + window.start).cpu(),
+            lambda here: guard.stated(first + here.start, first + here.stop),
+            compiled=self._session.plan.full_bytes >= 2 * WORTH_COMPILING,
+        )
 
     def finish(self) -> list[StagedChange]:
         """All that was staged.

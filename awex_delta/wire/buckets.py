@@ -35,10 +35,11 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:
-    """What one frame is made of."""
+    """What one frame is made of. guarded: there is room for a guard, so it has one."""
 
     span: Span
     parts: tuple[Part, ...]
+    guarded: bool = False
 
     def changes(self, regions: Sequence[RegionChange]) -> list[RegionChange]:
         """The changes in the bucket, one entry a window; its `start` is the window's.
@@ -49,6 +50,14 @@ class Bucket:
         Collective: no.
         """
         return [_cut_out(regions[part.window.region], part) for part in self.parts]
+
+
+def frame_bytes(bucket_bytes: int) -> int:
+    """The most bytes of a frame: a bucket less half of what does not grow with frames, but an eighth at most.
+
+    Collective: no.
+    """
+    return bucket_bytes - min(SCRATCH_BYTES // 2, bucket_bytes // 8)
 
 
 def cut(
@@ -66,8 +75,7 @@ def cut(
         codec: what will pack them.
         dtype: wire dtype.
         bucket_bytes: half of what two frames may take, one that travels and one that is packed or unpacked,
-            with all that is needed for it beside positions and values (and SCRATCH_BYTES, where they are
-            more than an eighth of it); at least MIN_BUCKET_BYTES.
+            with all that is needed for it beside positions and values; at least MIN_BUCKET_BYTES.
         guarded: frames will have a guard.
 
     Returns:
@@ -91,7 +99,7 @@ class _Cutter:
         self, codec: Codec, dtype: torch.dtype, bucket_bytes: int, num_regions: int, *, guarded: bool
     ) -> None:
         self._codec, self._dtype, self._bucket_bytes = codec, dtype, bucket_bytes
-        self._limit = bucket_bytes - min(SCRATCH_BYTES // 2, bucket_bytes // 8)
+        self._limit = frame_bytes(bucket_bytes)
         self._num_regions = num_regions
         self._guarded = guarded
         self._done: list[Bucket] = []
@@ -137,7 +145,7 @@ class _Cutter:
     def _flush(self) -> None:
         end = self._begin + sum(part.window.numel for part in self._parts)
         span = Span(begin=self._begin, end=end, num_regions=self._num_regions)
-        self._done.append(Bucket(span=span, parts=tuple(self._parts)))
+        self._done.append(Bucket(span=span, parts=tuple(self._parts), guarded=self._guarded))
         self._begin = end
         self._start_bucket()
 

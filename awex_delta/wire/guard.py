@@ -22,8 +22,12 @@ from awex_delta.digest import sum_at
 from awex_delta.errors import CorruptFrameError
 from awex_delta.numerics.ulp import UNSTATED, apply_code
 from awex_delta.wire.codec import Codec, RegionChange, as_bytes, padding
+from awex_delta.wire.pieces import PIECE
 
-_PIECE = 1 << 16  # changes at a time: what is made of them stays in a processor's cache
+_MIN_CHANGES_FOR_UNSTATED = 16  # a change that states no step costs 4 bytes: more of them, and it is too dear
+
+Part = Callable[[slice], torch.Tensor]
+"""What belongs to a range of changes of one window."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,14 +46,10 @@ class Guard:
         """On the wire."""
         return guard_limit(self.digests.numel(), self.unstated.numel())
 
-    def stated(self, first: int, count: int) -> torch.Tensor:
-        """Which of `count` sparse changes, from place `first` on, the digests cover: bool [count].
-
-        Collective: no.
-        """
-        bounds = torch.tensor([first, first + count])
-        begin, end = torch.searchsorted(self.unstated, bounds).tolist()
-        stated = torch.ones(count, dtype=torch.bool)
+    def stated(self, first: int, last: int) -> torch.Tensor:
+        """Which of the sparse changes at places `first` to `last` the digests cover: bool. Collective: no."""
+        begin, end = torch.searchsorted(self.unstated, torch.tensor([first, last])).tolist()
+        stated = torch.ones(last - first, dtype=torch.bool)
         stated[self.unstated[begin:end] - first] = False
         return stated
 
@@ -61,13 +61,17 @@ def guard_limit(num_windows: int, num_unstated: int) -> int:
 
 
 def can_guard(codec: Codec, changes: Sequence[RegionChange]) -> bool:
-    """True where a frame of these changes gains by a guard: values are sent whole, and old ones are known.
+    """True where frames of these changes gain by a guard: values are sent whole, and most old ones are known.
 
     Encodings that send steps need none: from another base they make other values, which read back wrong.
 
     Collective: no.
     """
-    return codec.idempotent and all(change.code is not None for change in changes if change.index is not None)
+    sparse = [change for change in changes if change.index is not None]
+    if not sparse or not codec.idempotent or any(change.code is None for change in sparse):
+        return False
+    unstated = sum(num_unstated(change) for change in sparse)
+    return unstated * _MIN_CHANGES_FOR_UNSTATED <= sum(change.value.numel() for change in sparse)
 
 
 def num_unstated(change: RegionChange) -> int:
@@ -84,45 +88,36 @@ def guard_of(changes: Sequence[RegionChange], *, compiled: bool = False) -> Guar
 
     Collective: no.
     """
-    digests, unstated, first = [], [], 0
+    digests, unstated, place = [], [torch.empty(0, dtype=torch.int64)], 0
     for change in changes:
         if change.index is None or change.code is None:
             digests.append(torch.zeros((), dtype=torch.int64))
             continue
-        digests.append(_of_window(change, compiled=compiled))
-        unstated.append((change.code == UNSTATED).nonzero().view(-1).cpu() + first)
-        first += change.code.numel()
-    none = torch.empty(0, dtype=torch.int64)
-    return Guard(digests=_on_cpu(digests), unstated=torch.cat([none, *unstated]))
-
-
-def _of_window(change: RegionChange, *, compiled: bool) -> torch.Tensor:
-    index, value, code = change.index, change.value, change.code
-    if index is None or code is None:
-        raise ValueError("a window that is sent whole has no old bits")
-    return old_digest(
-        index,
-        code != UNSTATED,
-        lambda here: apply_code(value[here], -code[here]),
-        start=change.start,
-        compiled=compiled,
-    )
+        value, code = change.value, change.code
+        digests.append(
+            old_digest(
+                change.index,
+                lambda here, value=value, code=code: apply_code(value[here], -code[here]),  # type: ignore[misc]
+                lambda here, code=code: code[here] != UNSTATED,  # type: ignore[misc]
+                start=change.start,
+                compiled=compiled,
+            )
+        )
+        for part in torch.split(code, PIECE):
+            unstated.append((part == UNSTATED).nonzero().view(-1).cpu() + place)
+            place += part.numel()
+    return Guard(digests=_on_cpu(digests), unstated=torch.cat(unstated))
 
 
 def old_digest(
-    index: torch.Tensor,
-    stated: torch.Tensor,
-    old: Callable[[slice], torch.Tensor],
-    *,
-    start: int = 0,
-    compiled: bool = False,
+    index: torch.Tensor, old: Part, stated: Part, *, start: int = 0, compiled: bool = False
 ) -> torch.Tensor:
     """The digest of the old bits of one window, left on their device.
 
     Args:
         index: int64 [n], positions.
-        stated: bool [n], on the device of `index`: the changes that count.
-        old: gives the old bf16 values of a range of changes, on that device.
+        old: gives the old bf16 values of a range of changes, on the device of `index`.
+        stated: gives bool on that device: the changes that count.
         start: of the window, among those positions.
         compiled: see `awex_delta.digest`.
 
@@ -132,9 +127,9 @@ def old_digest(
     Collective: no.
     """
     total = torch.zeros((), dtype=torch.int64, device=index.device)
-    for first in range(0, index.numel(), _PIECE):
-        here = slice(first, first + _PIECE)
-        counts = stated[here]
+    for first in range(0, index.numel(), PIECE):
+        here = slice(first, min(first + PIECE, index.numel()))
+        counts = stated(here)
         bits = old(here).view(torch.int16) * counts
         total += sum_at((index[here] - start) * counts, bits, 0, compiled=compiled)
     return total

@@ -15,7 +15,7 @@ from awex_delta.wire.codec import RegionChange
 PIECE = 1 << 16
 """Changes that are packed or unpacked at a time: an even number; what it takes stays in the cache."""
 
-SCRATCH_BYTES = 4 << 20
+SCRATCH_BYTES = 8 << 20
 """More than packing and unpacking take beside what grows with a frame: pieces, zstd, blocks of weights."""
 
 

@@ -19,9 +19,10 @@ from awex_delta.errors import (
     WireError,
 )
 from awex_delta.numerics.ulp import UNSTATED, step_code
-from awex_delta.wire.buckets import MIN_BUCKET_BYTES, cut
+from awex_delta.wire.buckets import MIN_BUCKET_BYTES, cut, frame_bytes
 from awex_delta.wire.codec import Codec, Context, RegionChange, settle
 from awex_delta.wire.frame import FrameIdentity, check_complete, pack_frame, unpack_bucket
+from awex_delta.wire.pieces import SCRATCH_BYTES
 from awex_delta.wire.registry import CODECS
 from awex_delta.wire.spans import windows_of
 
@@ -94,13 +95,14 @@ def test_buckets_say_what_one_frame_says_and_none_is_too_large(codec: Codec, buc
 
 
 @pytest.mark.parametrize("whole", [False, True])
-def test_a_frame_of_exactly_one_bucket_is_not_cut_and_one_byte_more_is(whole: bool) -> None:
+def test_a_frame_that_just_fits_is_not_cut_and_one_byte_more_is(whole: bool) -> None:
     weights = torch.randn(4000).bfloat16()
     index = torch.arange(4000)
     region = RegionChange(numel=4000, value=weights, index=None if whole else index)
     (frame,) = frames_of(CODECS["indices"], [region], 1 << 26)
-    assert len(frames_of(CODECS["indices"], [region], frame.numel())) == 1
-    assert len(frames_of(CODECS["indices"], [region], frame.numel() - 1)) == 2
+    least = next(size for size in range(frame.numel(), 1 << 26) if frame_bytes(size) == frame.numel())
+    assert len(frames_of(CODECS["indices"], [region], least)) == 1
+    assert len(frames_of(CODECS["indices"], [region], least - 1)) == 2
 
 
 @settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
@@ -137,6 +139,21 @@ def test_no_body_is_larger_than_its_limit(codec: Codec, stretch: int) -> None:
             region = RegionChange(numel=count * stretch, index=index, value=value, code=code.to(torch.int8))
             body = codec.encode([region], BF16)
             assert body.numel() <= codec.limit(count, region.numel, BF16)
+
+
+@pytest.mark.parametrize("codec", CODECS.values(), ids=lambda codec: codec.name)
+def test_the_smallest_bucket_holds_a_change(codec: Codec) -> None:
+    old = torch.randn(2**24).bfloat16()
+    index = torch.tensor([1, 2**23, 2**24 - 1])
+    frames = frames_of(codec, [change(old, -old, index)], MIN_BUCKET_BYTES)
+    (got,) = written(codec, frames, [old])
+    assert (got.view(torch.int16) != old.view(torch.int16)).nonzero().view(-1).tolist() == index.tolist()
+    assert all(frame.numel() <= frame_bytes(MIN_BUCKET_BYTES) for frame in frames)
+
+
+def test_most_of_a_large_bucket_is_for_the_frame() -> None:
+    assert frame_bytes(MIN_BUCKET_BYTES) == MIN_BUCKET_BYTES * 7 // 8
+    assert frame_bytes(1 << 26) == (1 << 26) - SCRATCH_BYTES // 2 == 60 << 20
 
 
 def test_a_limit_that_holds_no_element_is_refused() -> None:

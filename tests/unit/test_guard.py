@@ -54,7 +54,7 @@ def regions(
         )
         new[::50] = 100.0  # too far for a code
         code = step_code(old[index], new[index])
-        code[3::11] = UNSTATED  # changed by who knows how much
+        code[3::41] = UNSTATED  # changed by who knows how much
         changes.append(RegionChange(numel=size, index=index, value=new[index], code=code))
         before.append(old)
     return changes, before
@@ -71,7 +71,7 @@ def test_a_guard_is_the_sum_of_hashes_of_the_old_bits_that_are_known() -> None:
         assert total & MASK == by_hand(change.index.tolist(), old[change.index], stated)
         unstated += [place + n for n, one in enumerate(stated) if not one]
         place += len(stated)
-    assert len(unstated) > 10
+    assert len(unstated) > 3
     assert guard.unstated.tolist() == unstated
 
 
@@ -101,13 +101,13 @@ def test_a_receiver_finds_what_drifted_in_every_frame(encoding: str, bucket_byte
             if change.index is None:
                 assert total == 0
                 continue
-            stated = found.guard.stated(first, change.index.numel())
+            stated = found.guard.stated(first, first + change.index.numel())
             first += change.index.numel()
             for held, right in ((before, True), (drifted, False)):
                 old = held[window.region][change.index + window.start]
                 if not right and stated.any():  # one bit of the last element that counts
                     old.view(torch.int16)[int(stated.nonzero()[-1])] ^= 1
-                live = int(old_digest(change.index, stated, lambda part, old=old: old[part]))  # type: ignore[misc]
+                live = int(old_digest(change.index, old.__getitem__, stated.__getitem__))
                 assert (live == total) is (right or not bool(stated.any()))
                 seen += bool(stated.any())
     assert seen >= 6
@@ -141,5 +141,6 @@ def test_every_flipped_byte_and_cut_of_a_guarded_frame_is_found() -> None:
 def test_frames_have_a_guard_where_values_are_sent_whole_and_every_old_one_can_be_known() -> None:
     changes, _ = regions()
     assert {name for name, codec in CODECS.items() if can_guard(codec, changes)} == {"indices", "gaps"}
-    changes[1] = replace(changes[1], code=None)
-    assert not can_guard(CODECS["indices"], changes)
+    assert not can_guard(CODECS["indices"], [*changes, replace(changes[0], code=None)])
+    code = torch.full_like(changes[0].value, UNSTATED, dtype=torch.int8)
+    assert not can_guard(CODECS["indices"], [*changes, replace(changes[0], code=code)])
