@@ -13,6 +13,7 @@
     │   └── FrameOrderError    the bytes are whole and ours, but not the next ones
     │       ├── RepeatedFrameError  they came before
     │       └── MissingFrameError   some that belong before them did not come
+    ├── DriftError             an engine's live weights changed since they were committed
     └── UpdateError            an update did not commit; the next one is a full sync
         ├── UpdateAborted      a rank reported a failure, all ranks gave the update up
         │   └── VerificationError  an engine's live weights are not the trainer's
@@ -74,6 +75,10 @@ class RepeatedFrameError(FrameOrderError):
 
 class MissingFrameError(FrameOrderError):
     """A frame came before another that belongs in front of it, or that one never came."""
+
+
+class DriftError(AwexDeltaError):
+    """Live weights of an engine are not those of the version that it committed. Nothing was written."""
 
 
 class UpdateError(AwexDeltaError):

@@ -207,12 +207,14 @@ class Receiver:
         """Stage every frame, agree, then write. Nothing is written before all ranks have staged."""
         self._session.agree("encode", "")
         watch.lap("encode")
-        staging = Staging(self._session, decision, self._settle, self._context)
+        staging = Staging(self._session, decision, self._settle, self._context, self._old)
         num_bytes, failure = 0, ""
         for dtype in self._session.plan.dtypes:
             received, here = receive_frames(self._session, dtype, staging.of(dtype), watch)
             num_bytes, failure = num_bytes + received, failure or here
         staged, late = self._session.attempt("stage", staging.finish)
+        if staging.has_drifted:
+            self._ledger = self._ledger.touch()  # what it holds is no version, so it must not be served
         self._session.agree("stage", failure or late)
         watch.lap("stage")
         self._ledger = self._ledger.touch()
@@ -222,6 +224,10 @@ class Receiver:
             # A region that was sent whole, in however many frames, is read back once.
             verifier.written(self._targets, [(p.region, p.change) for p in staged or [] if not p.start])
         return num_bytes, applied or 0, failure
+
+    def _old(self, region: Region, index: torch.Tensor) -> torch.Tensor:
+        target = self._target(region)
+        return gather_from(target, index.to(target.device))
 
     def _settle(self, region: Region, change: RegionChange) -> RegionChange:
         """Values for steps, from the live weights: all ranks agreed that they are the base version."""

@@ -9,6 +9,7 @@ from functools import partial
 
 import torch
 
+from awex_delta.digest import WORTH_COMPILING
 from awex_delta.pipeline import Pack, send_frames
 from awex_delta.plan.agreement import Decision, check_arrived
 from awex_delta.plan.ledger import check_version
@@ -20,11 +21,12 @@ from awex_delta.session import Stopwatch, in_step
 from awex_delta.trainer_end import TrainerEnd
 from awex_delta.types import DeltaSettings, Detection, PartCount, TrainerView, UpdateStats
 from awex_delta.verdict import Kind, Reason
-from awex_delta.verify import Verifier
+from awex_delta.verify import Scope, Verifier
 from awex_delta.wire.buckets import Bucket, cut
 from awex_delta.wire.choice import MIN_SAMPLE_BYTES, cheapest
 from awex_delta.wire.codec import Codec, RegionChange
 from awex_delta.wire.frame import pack_frame
+from awex_delta.wire.guard import can_guard, guard_of
 
 logger = logging.getLogger(__name__)
 
@@ -198,9 +200,10 @@ class Sender(TrainerEnd):
         for (receiver, dtype), changes in content.items():
             count = sum(change.value.numel() for change in changes)
             if count:
+                guarded = verifier.scope is not Scope.OFF and can_guard(codec, changes)
                 frames[receiver, dtype] = [
                     partial(self._frame, decision, receiver, dtype, codec, changes, bucket)
-                    for bucket in cut(changes, codec, dtype, self._settings.bucket_bytes)
+                    for bucket in cut(changes, codec, dtype, self._settings.bucket_bytes, guarded=guarded)
                 ]
                 total += count
         watch.lap("encode")
@@ -217,7 +220,10 @@ class Sender(TrainerEnd):
         bucket: Bucket,
     ) -> torch.Tensor:
         identity = self._session.frame_identity(decision, self._comm.seat, receiver, dtype)
-        return pack_frame(identity, codec, bucket.changes(changes), bucket.span)
+        here = bucket.changes(changes)
+        compiled = self._session.plan.full_bytes >= 2 * WORTH_COMPILING
+        guard = guard_of(here, compiled=compiled) if bucket.guarded else None
+        return pack_frame(identity, codec, here, bucket.span, guard)
 
     def _send_full(self, watch: Stopwatch, verifier: Verifier, failure: str) -> tuple[int, int]:
         _, late = self._session.attempt(None, self._view.gather_params)

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
+from awex_delta.digest import WORTH_COMPILING
+from awex_delta.errors import DriftError
 from awex_delta.plan.agreement import Decision
 from awex_delta.plan.regions import Region
 from awex_delta.session import Session
 from awex_delta.wire.codec import Context, RegionChange
-from awex_delta.wire.frame import check_complete, unpack_bucket
+from awex_delta.wire.frame import Unpacked, check_complete, unpack_bucket
+from awex_delta.wire.guard import Guard, old_digest
 from awex_delta.wire.spans import Window
+
+_MAX_NAMED = 8  # tensors that an error names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +42,7 @@ class Staging:
         decision: Decision,
         settle: Callable[[Region, RegionChange], RegionChange],
         context: Callable[[Region], Context],
+        old: Callable[[Region, torch.Tensor], torch.Tensor],
     ) -> None:
         """Stage for one rank.
 
@@ -45,11 +51,14 @@ class Staging:
             decision: what the frames must belong to.
             settle: puts values in place of steps, from the live weights; may write into the change.
             context: what this rank knows of a region at the base.
+            old: reads live weights of a region, at int64 positions.
         """
         self._session = session
         self._decision = decision
         self._settle = settle
         self._context = context
+        self._old = old
+        self.has_drifted = False
         self._ends: dict[tuple[int, torch.dtype], int] = {}  # by sender: elements that came
         self._staged: list[StagedChange] = []
 
@@ -62,6 +71,7 @@ class Staging:
 
         Raises:
             WireError: the frame is damaged, foreign, or not the sender's next one.
+            DriftError: live weights that the frame would replace are not those of the base.
 
         Collective: no.
         """
@@ -75,6 +85,8 @@ class Staging:
             begin=self._ends.get((sender, dtype), 0),
             contexts=[self._context(region) for region in regions] if self._session.uses_context else (),
         )
+        if found.guard is not None:
+            self._check_base(found, found.guard, regions)
         staged = [
             self._stage(regions[window.region], window, change, frame)
             for window, change in zip(found.windows, found.changes, strict=True)
@@ -82,6 +94,36 @@ class Staging:
         ]
         self._staged += staged
         self._ends[sender, dtype] = found.end
+
+    def _check_base(self, found: Unpacked, guard: Guard, regions: Sequence[Region]) -> None:
+        """Compare what is going to be replaced with what the sender knows of it."""
+        first, totals = 0, []
+        for window, change in zip(found.windows, found.changes, strict=True):
+            totals.append(self._old_digest(regions[window.region], window, change, guard, first))
+            first += 0 if change.index is None else change.index.numel()
+        live = [int(total) for total in totals]
+        pairs = zip(live, guard.digests.tolist(), found.windows, strict=True)
+        drifted = {regions[window.region].name: None for here, told, window in pairs if here != told}
+        if drifted:
+            self.has_drifted = True
+            names = ", ".join([*drifted][:_MAX_NAMED]) + (", ..." if len(drifted) > _MAX_NAMED else "")
+            raise DriftError(
+                f"live weights are not those of version {self._decision.base} any more: {names}. Something "
+                "else wrote to them; the next update is a full sync"
+            )
+
+    def _old_digest(
+        self, region: Region, window: Window, change: RegionChange, guard: Guard, first: int
+    ) -> torch.Tensor:
+        index = change.index
+        if index is None:
+            return torch.zeros((), dtype=torch.int64)
+        return old_digest(
+            index,
+            lambda here: self._old(region, index[here] + window.start).cpu(),
+            lambda here: guard.stated(first + here.start, first + here.stop),
+            compiled=self._session.plan.full_bytes >= 2 * WORTH_COMPILING,
+        )
 
     def finish(self) -> list[StagedChange]:
         """All that was staged.

@@ -171,6 +171,12 @@ EXCEPTIONS: Mapping[type[errors.AwexDeltaError], Advice] = {
         cause="Never raised itself: catch it around `update_weights`.",
         remedy="Call `update_weights` again on all ranks, with the same version or a later one.",
     ),
+    errors.DriftError: Advice(
+        cause="Something wrote to an engine's live weights since its last commit, or memory decayed: the "
+        "bits that a frame would replace are others. It becomes the `UpdateAborted` of all ranks.",
+        remedy="The next update is full and repairs it. If it repeats, test the memory of that engine's "
+        "machine, and see whether something else writes its weights.",
+    ),
     errors.UpdateAborted: Advice(
         cause="On every rank alike: the message names the phase, the ranks that failed and their errors.",
         remedy="Repair the cause, then as `UpdateError`.",

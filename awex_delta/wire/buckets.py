@@ -16,6 +16,7 @@ import torch
 from awex_delta.errors import WireError
 from awex_delta.wire.codec import Codec, RegionChange
 from awex_delta.wire.frame import frame_limit
+from awex_delta.wire.guard import guard_limit, num_unstated
 from awex_delta.wire.pieces import SCRATCH_BYTES
 from awex_delta.wire.spans import Span, Window
 
@@ -34,10 +35,11 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:
-    """What one frame is made of."""
+    """What one frame is made of. guarded: there is room for a guard, so it has one."""
 
     span: Span
     parts: tuple[Part, ...]
+    guarded: bool = False
 
     def changes(self, regions: Sequence[RegionChange]) -> list[RegionChange]:
         """The changes in the bucket, one entry a window; its `start` is the window's.
@@ -59,7 +61,12 @@ def frame_bytes(bucket_bytes: int) -> int:
 
 
 def cut(
-    regions: Sequence[RegionChange], codec: Codec, dtype: torch.dtype, bucket_bytes: int
+    regions: Sequence[RegionChange],
+    codec: Codec,
+    dtype: torch.dtype,
+    bucket_bytes: int,
+    *,
+    guarded: bool = False,
 ) -> tuple[Bucket, ...]:
     """Cut the changes of one pair into buckets.
 
@@ -69,6 +76,7 @@ def cut(
         dtype: wire dtype.
         bucket_bytes: half of what two frames may take, one that travels and one that is packed or unpacked,
             with all that is needed for it beside positions and values; at least MIN_BUCKET_BYTES.
+        guarded: frames will have a guard.
 
     Returns:
         Buckets whose spans follow each other from the first element to the last.
@@ -78,7 +86,7 @@ def cut(
 
     Collective: no.
     """
-    cutter = _Cutter(codec, dtype, bucket_bytes, len(regions))
+    cutter = _Cutter(codec, dtype, bucket_bytes, len(regions), guarded=guarded)
     for place, region in enumerate(regions):
         cutter.add(place, region)
     return cutter.finish()
@@ -87,21 +95,26 @@ def cut(
 class _Cutter:
     """Fills one bucket after the other."""
 
-    def __init__(self, codec: Codec, dtype: torch.dtype, bucket_bytes: int, num_regions: int) -> None:
+    def __init__(
+        self, codec: Codec, dtype: torch.dtype, bucket_bytes: int, num_regions: int, *, guarded: bool
+    ) -> None:
         self._codec, self._dtype, self._bucket_bytes = codec, dtype, bucket_bytes
         self._limit = frame_bytes(bucket_bytes)
         self._num_regions = num_regions
+        self._guarded = guarded
         self._done: list[Bucket] = []
         self._begin = 0
         self._start_bucket()
 
     def _start_bucket(self) -> None:
         self._parts: list[Part] = []
-        self._count = self._sparse = self._whole = 0
+        self._count = self._sparse = self._whole = self._unstated = 0
 
     def add(self, place: int, region: RegionChange) -> None:
         """Put one region into this bucket, and what does not fit into the next ones."""
         start = first = 0
+        unstated = num_unstated(region) if self._guarded else 0
+        self._unstated += unstated
         while start < region.numel:
             if region.index is None:
                 stop = last = start + self._whole_room(region.numel - start)
@@ -121,6 +134,7 @@ class _Cutter:
                 raise WireError(f"a frame of {self._bucket_bytes} bytes cannot hold one changed element")
             if start < region.numel:
                 self._flush()
+                self._unstated = unstated
 
     def finish(self) -> tuple[Bucket, ...]:
         """Close the last bucket. Collective: no."""
@@ -131,7 +145,7 @@ class _Cutter:
     def _flush(self) -> None:
         end = self._begin + sum(part.window.numel for part in self._parts)
         span = Span(begin=self._begin, end=end, num_regions=self._num_regions)
-        self._done.append(Bucket(span=span, parts=tuple(self._parts)))
+        self._done.append(Bucket(span=span, parts=tuple(self._parts), guarded=self._guarded))
         self._begin = end
         self._start_bucket()
 
@@ -140,7 +154,9 @@ class _Cutter:
         count, sparse, whole = self._count + count, self._sparse + sparse, self._whole + whole
         body = self._codec.limit(count, sparse, self._dtype) if count else 0
         body += self._codec.work(count, sparse, self._dtype) // 2 if count else 0
-        return frame_limit(len(self._parts) + 1, body, whole * self._dtype.itemsize)
+        windows = len(self._parts) + 1
+        guard = guard_limit(windows, min(count, self._unstated)) if self._guarded else 0
+        return frame_limit(windows, body, whole * self._dtype.itemsize) + guard
 
     def _fits(self, count: int, numel: int) -> bool:
         return self._size(count, numel, 0) <= self._limit

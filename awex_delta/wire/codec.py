@@ -99,6 +99,10 @@ class Codec(Protocol):
     def needs_context(self) -> bool:
         """True when it makes use of `RegionChange.context`."""
 
+    @property
+    def idempotent(self) -> bool:
+        """True when every value is sent whole: decoding twice, or on another base, gives the same."""
+
     def size(self, change: RegionChange, dtype: torch.dtype) -> int:
         """About the bytes that one sparse region takes, to compare with sending it whole."""
 

@@ -61,6 +61,11 @@ class ContextCodec:
         """See `Codec.needs_context`."""
         return True
 
+    @property
+    def idempotent(self) -> bool:
+        """See `Codec.idempotent`."""
+        return False
+
     def size(self, change: RegionChange, dtype: torch.dtype) -> int:
         """See `Codec.size`. What it would be without the context, which saves a quarter."""
         return _PLAIN_STEPS.size(change, dtype)

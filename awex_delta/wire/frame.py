@@ -4,12 +4,13 @@
     region table                       uint32 a region in the span: changed elements, or WHOLE
     codec body                         the sparse regions, as the codec packs them
     whole values                       the regions that are sent whole, one after the other
+    guard                              in frames that have one: digests of what they replace, see `wire.guard`
 
 The regions of a pair, one after the other, are one line of elements. Each frame covers a span of it, the
 next frame begins where it ends, and the last ends where the line does: so no frame can be repeated, left
-out or exchanged unseen. Every part begins at a multiple of 8 bytes. The checksum (xxh3, 64 bit) covers the
-header with the checksum field zeroed and everything after it. Damaged, foreign and misplaced frames are told
-apart: the checksum is verified first, identity second, the span third.
+out or exchanged unseen. Every part but the guard begins at a multiple of 8 bytes. The checksum (xxh3, 64 bit)
+covers the header with the checksum field zeroed and everything after it. Damaged, foreign and misplaced
+frames are told apart: the checksum is verified first, identity second, the span third.
 """
 
 from __future__ import annotations
@@ -29,10 +30,11 @@ from awex_delta.errors import (
     WireError,
 )
 from awex_delta.wire.codec import Codec, Context, RegionChange, as_bytes, body_limit, padding
+from awex_delta.wire.guard import Guard, guard_bytes, guard_limit, read_guard
 from awex_delta.wire.spans import Span, Window, windows_of
 
 MAGIC = b"AWEXDLTA"
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 WHOLE = 0xFFFF_FFFF
 
 _HEADER = struct.Struct("<8sHHHxx16sqqQIIIIQQQQQQ")
@@ -73,11 +75,12 @@ class FrameIdentity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unpacked:
-    """A frame taken apart: where its span ends, and the change of each window in it."""
+    """A frame taken apart: where its span ends, the change of each window in it, and its guard, if any."""
 
     end: int
     windows: tuple[Window, ...]
     changes: tuple[RegionChange, ...]
+    guard: Guard | None = None
 
 
 def frame_limit(num_windows: int, body_bytes: int, whole_bytes: int) -> int:
@@ -87,7 +90,11 @@ def frame_limit(num_windows: int, body_bytes: int, whole_bytes: int) -> int:
 
 
 def pack_frame(
-    identity: FrameIdentity, codec: Codec, changes: Sequence[RegionChange], span: Span | None = None
+    identity: FrameIdentity,
+    codec: Codec,
+    changes: Sequence[RegionChange],
+    span: Span | None = None,
+    guard: Guard | None = None,
 ) -> torch.Tensor:
     """Build one frame.
 
@@ -96,6 +103,7 @@ def pack_frame(
         codec: packs the sparse regions.
         changes: one entry a window of the span, in its order; without elements none.
         span: what the frame covers; None for one frame that holds all regions.
+        guard: of these changes; None for a frame without.
 
     Returns:
         uint8 [n] on the CPU.
@@ -118,33 +126,33 @@ def pack_frame(
     tail_bytes = sum(value.numel() for value in whole) * identity.dtype.itemsize
     body_start = frame_limit(len(changes), 0, 0)
     most = body_limit(codec, sparse, identity.dtype)
-    frame = torch.empty(body_start + most + tail_bytes, dtype=torch.uint8)
+    guarding = torch.empty(0, dtype=torch.uint8) if guard is None else guard_bytes(guard)
+    frame = torch.empty(body_start + most + tail_bytes + guarding.numel(), dtype=torch.uint8)
     table_bytes = as_bytes(table)
     frame[_HEADER.size : body_start] = 0
     frame[_HEADER.size : _HEADER.size + table_bytes.numel()] = table_bytes
     body = codec.encode(sparse, identity.dtype, frame[body_start : body_start + most])
-    frame = frame[: body_start + body.numel() + tail_bytes]
-    _fill(frame[body_start + body.numel() :].view(identity.dtype), whole)
-    header = bytearray(
-        _HEADER.pack(
-            MAGIC,
-            PROTOCOL_VERSION,
-            codec.number,
-            _DTYPES[identity.dtype],
-            *identity.fields(),
-            span.num_regions,
-            0,
-            span.begin,
-            span.end,
-            sum(change.value.numel() for change in changes),
-            body.numel(),
-            tail_bytes,
-            0,
-        )
-    )
+    tail_start = body_start + body.numel()
+    tail_end = tail_start + tail_bytes
+    frame = frame[: tail_end + guarding.numel()]
+    _fill(frame[tail_start:tail_end].view(identity.dtype), whole)
+    frame[tail_end:] = guarding
+    guarded = 0 if guard is None else 1 + guard.unstated.numel()
+    lengths = sum(change.value.numel() for change in changes), body.numel(), tail_bytes
+    _head(frame, identity, codec, span, (guarded, *lengths))
+    return frame
+
+
+def _head(
+    frame: torch.Tensor, identity: FrameIdentity, codec: Codec, span: Span, counts: tuple[int, int, int, int]
+) -> None:
+    """Write the header over all that follows it. counts: guard, changes, bytes of body and tail."""
+    guarded, *lengths = counts
+    numbers = PROTOCOL_VERSION, codec.number, _DTYPES[identity.dtype]
+    where = span.num_regions, guarded, span.begin, span.end
+    header = bytearray(_HEADER.pack(MAGIC, *numbers, *identity.fields(), *where, *lengths, 0))
     struct.pack_into("<Q", header, _CHECKSUM_OFFSET, _checksum(bytes(header), frame[_HEADER.size :]))
     frame[: _HEADER.size] = torch.frombuffer(header, dtype=torch.uint8)
-    return frame
 
 
 def _fill(tail: torch.Tensor, whole: Sequence[torch.Tensor]) -> None:
@@ -229,7 +237,7 @@ def unpack_bucket(
         )
     header = bytearray(frame[: _HEADER.size].numpy().tobytes())
     magic, protocol, codec_number, dtype_number, *rest = _HEADER.unpack(header)
-    found, (num_regions, _, start, end, *lengths, checksum) = tuple(rest[:6]), rest[6:]
+    found, (num_regions, guarded, start, end, *lengths, checksum) = tuple(rest[:6]), rest[6:]
     if magic != MAGIC:
         raise CorruptFrameError(f"frame begins with {magic!r}, not {MAGIC!r}")
     struct.pack_into("<Q", header, _CHECKSUM_OFFSET, 0)
@@ -244,14 +252,24 @@ def unpack_bucket(
     inner = [contexts[w.region] for w in windows] if contexts else [None] * len(windows)
     parts = [c and c.window(w.start, w.stop) for c, w in zip(inner, windows, strict=True)]
     num_elements, body_bytes, tail_bytes = lengths
+    guard_start = max(0, payload.numel() - (guard_limit(len(windows), guarded - 1) if guarded else 0))
     changes = _regions(
-        payload, codec, identity.dtype, [window.numel for window in windows], parts, (body_bytes, tail_bytes)
+        payload[:guard_start],
+        codec,
+        identity.dtype,
+        [window.numel for window in windows],
+        parts,
+        (body_bytes, tail_bytes),
     )
     if sum(change.value.numel() for change in changes) != num_elements:
         raise CorruptFrameError(
             f"frame holds another number of elements than its header says ({num_elements})"
         )
-    return Unpacked(end=end, windows=windows, changes=tuple(changes))
+    guard = None
+    if guarded:
+        num_sparse = sum(change.value.numel() for change in changes if change.index is not None)
+        guard = read_guard(payload[guard_start:].clone(), len(windows), guarded - 1, num_sparse)
+    return Unpacked(end=end, windows=windows, changes=tuple(changes), guard=guard)
 
 
 def _check_identity(got: tuple[object, ...], expected: tuple[object, ...]) -> None:

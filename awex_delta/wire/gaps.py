@@ -65,6 +65,11 @@ class GapCodec:
         """See `Codec.needs_context`."""
         return False
 
+    @property
+    def idempotent(self) -> bool:
+        """See `Codec.idempotent`."""
+        return not self.steps
+
     def size(self, change: RegionChange, dtype: torch.dtype) -> int:
         """See `Codec.size`. Where streams are packed, the entropy that they come close to."""
         count = change.value.numel()

@@ -20,6 +20,7 @@ class IndicesCodec:
     name = "indices"
     number = 1
     needs_context = False
+    idempotent = True
 
     def size(self, change: RegionChange, dtype: torch.dtype) -> int:
         """See `Codec.size`."""

@@ -21,7 +21,7 @@ from tests.ranks.conftest import BIAS, DOWN, EMBED, NORM, Q_PROJ, ROUTER, SETTIN
 
 Make = Callable[..., Pairing]
 Frames = list[torch.Tensor]
-TINY = {"indices": 256, "gaps": 256, "ulp": 320, "ulp_zstd": 320, "ulp_context": 640, "auto": 320}
+TINY = {"indices": 256, "gaps": 288, "ulp": 320, "ulp_zstd": 320, "ulp_context": 640, "auto": 320}
 PATIENT = {"timeout_seconds": 20.0, "connect_timeout_seconds": 20.0}
 SHAPES: dict[str, tuple[int, ...]] = {EMBED: (16, 9), Q_PROJ: (12, 8), DOWN: (8, 24), NORM: (7,)}
 BITS = torch.int16

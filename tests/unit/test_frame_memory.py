@@ -21,6 +21,7 @@ from awex_delta.wire.buckets import Bucket, cut, frame_bytes
 from awex_delta.wire.classes import load_loops
 from awex_delta.wire.codec import Codec, Context, RegionChange
 from awex_delta.wire.frame import FrameIdentity, pack_frame
+from awex_delta.wire.guard import can_guard, guard_of
 from awex_delta.wire.registry import CODECS
 
 BF16 = torch.bfloat16
@@ -104,21 +105,26 @@ def context(weights: torch.Tensor) -> Context:
 
 
 def pack(change: RegionChange, codec: Codec, bucket: Bucket) -> torch.Tensor:
-    return pack_frame(IDENTITY, codec, bucket.changes([change]), bucket.span)
+    here = bucket.changes([change])
+    return pack_frame(IDENTITY, codec, here, bucket.span, guard_of(here) if can_guard(codec, here) else None)
 
 
 def staging(codec: Codec, old: torch.Tensor) -> Staging:
     """An engine rank's, of one region whose live weights are `old`."""
     session = SimpleNamespace(
         comm=SimpleNamespace(seat=1),
-        plan=SimpleNamespace(between=lambda *_: [SimpleNamespace(numel=NUMEL)]),
+        plan=SimpleNamespace(between=lambda *_: [SimpleNamespace(numel=NUMEL)], full_bytes=2 * NUMEL),
         codecs=[codec],
         uses_context=codec.needs_context,
         frame_identity=lambda *_: IDENTITY,
     )
     receiver = cast(Receiver, SimpleNamespace(_target=lambda _: old))
     return Staging(
-        cast(Any, session), cast(Any, None), partial(Receiver._settle, receiver), lambda _: context(old)
+        cast(Any, session),
+        cast(Any, None),
+        partial(Receiver._settle, receiver),
+        lambda _: context(old),
+        lambda _, index: old[index],
     )
 
 
@@ -146,9 +152,10 @@ def test_live_bytes_are_counted() -> None:
 @pytest.mark.parametrize("codec", CODECS.values(), ids=lambda codec: codec.name)
 def test_two_frames_and_the_work_on_one_take_two_buckets(codec: Codec, share: float, stated: float) -> None:
     change, old = example(share, stated)
-    buckets = cut([change], codec, BF16, BUCKET)
+    buckets = cut([change], codec, BF16, BUCKET, guarded=can_guard(codec, [change]))
     pack(change, codec, buckets[-1])  # loads what it needs
-    frames, receiver, received = list[torch.Tensor](), staging(codec, old), 0
+    frames: list[torch.Tensor] = []
+    receiver, received = staging(codec, old), 0
     for bucket in buckets:
         frame, packed = peak_bytes(partial(pack, change, codec, bucket))
         travels = max((other.untyped_storage().nbytes() for other in frames), default=0)

@@ -13,7 +13,8 @@ from awex_delta.plan.regions import Region
 from awex_delta.plan.specs import dtype_name
 from awex_delta.transports.disk.layout import WholeTensor
 from awex_delta.transports.disk.manifest import WHOLE, FileEntry, TensorEntry, checksum
-from awex_delta.wire.codec import Codec, IndicesCodec, RegionChange, as_bytes, whole_is_smaller
+from awex_delta.wire.codec import Codec, RegionChange, as_bytes, whole_is_smaller
+from awex_delta.wire.indices import IndicesCodec
 
 SAFETENSORS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.uint8: "U8"}
 """What safetensors calls the dtypes."""

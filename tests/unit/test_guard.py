@@ -1,0 +1,146 @@
+"""Guards: digests of the old bits that a frame's changes replace."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+
+from awex_delta.errors import CorruptFrameError
+from awex_delta.numerics.ulp import UNSTATED, step_code
+from awex_delta.wire.buckets import cut
+from awex_delta.wire.codec import RegionChange
+from awex_delta.wire.frame import FrameIdentity, pack_frame, unpack_bucket
+from awex_delta.wire.guard import Guard, can_guard, guard_bytes, guard_of, old_digest, read_guard
+from awex_delta.wire.registry import CODECS
+
+MASK = (1 << 64) - 1
+IDENTITY = FrameIdentity(
+    run_id="1" * 32, base_version=4, target_version=5, plan=7, sender=1, receiver=0, dtype=torch.bfloat16
+)
+
+
+def splitmix64(state: int) -> int:
+    """The finalizer of splitmix64, on Python's own integers."""
+    state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 & MASK
+    state = (state ^ state >> 27) * 0x94D049BB133111EB & MASK
+    return state ^ state >> 31
+
+
+def by_hand(index: Sequence[int], old: torch.Tensor, stated: Sequence[bool]) -> int:
+    """The digest of the docstring, one element at a time."""
+    bits = old.view(torch.int16).tolist()
+    hashed = [
+        splitmix64((0x9E3779B97F4A7C15 * i + b) & MASK)
+        for i, b, s in zip(index, bits, stated, strict=True)
+        if s
+    ]
+    return sum(hashed) & MASK
+
+
+def regions(
+    seed: int = 0, sizes: Sequence[int] = (1400, 30, 1, 2900)
+) -> tuple[list[RegionChange], list[torch.Tensor]]:
+    """Changes of every seventh element or so, some far and some not stated; and the weights before."""
+    generator = torch.Generator().manual_seed(seed)
+    changes, before = [], []
+    for size in sizes:
+        old = torch.randn(size, generator=generator).bfloat16()
+        index = (torch.rand(size, generator=generator) < 0.15).nonzero().view(-1)
+        new = (old.view(torch.int16) + torch.randint(1, 5, (size,), generator=generator).short()).view(
+            torch.bfloat16
+        )
+        new[::50] = 100.0  # too far for a code
+        code = step_code(old[index], new[index])
+        code[3::41] = UNSTATED  # changed by who knows how much
+        changes.append(RegionChange(numel=size, index=index, value=new[index], code=code))
+        before.append(old)
+    return changes, before
+
+
+def test_a_guard_is_the_sum_of_hashes_of_the_old_bits_that_are_known() -> None:
+    changes, before = regions()
+    guard = guard_of(changes)
+    unstated, place = [], 0
+    for change, old, total in zip(changes, before, guard.digests.tolist(), strict=True):
+        assert change.index is not None
+        assert change.code is not None
+        stated = (change.code != UNSTATED).tolist()
+        assert total & MASK == by_hand(change.index.tolist(), old[change.index], stated)
+        unstated += [place + n for n, one in enumerate(stated) if not one]
+        place += len(stated)
+    assert len(unstated) > 3
+    assert guard.unstated.tolist() == unstated
+
+
+@pytest.mark.parametrize("encoding", ["indices", "gaps"])
+@pytest.mark.parametrize("bucket_bytes", [1024, 1 << 20])
+def test_a_receiver_finds_what_drifted_in_every_frame(encoding: str, bucket_bytes: int) -> None:
+    codec = CODECS[encoding]
+    changes, before = regions(seed=1)
+    whole = RegionChange(numel=9, value=torch.ones(9).bfloat16())
+    changes.insert(2, whole)
+    before.insert(2, torch.zeros(9).bfloat16())
+    numels = [change.numel for change in changes]
+    drifted = [old.clone() for old in before]
+    buckets = cut(changes, codec, torch.bfloat16, bucket_bytes, guarded=True)
+    seen = begin = 0
+    for bucket in buckets:
+        here = bucket.changes(changes)
+        frame = pack_frame(IDENTITY, codec, here, bucket.span, guard_of(here))
+        assert frame.numel() <= bucket_bytes
+        found = unpack_bucket(frame, IDENTITY, [codec], numels, begin=begin)
+        begin = found.end
+        assert found.guard is not None
+        first = 0
+        for window, change, total in zip(
+            found.windows, found.changes, found.guard.digests.tolist(), strict=True
+        ):
+            if change.index is None:
+                assert total == 0
+                continue
+            stated = found.guard.stated(first, first + change.index.numel())
+            first += change.index.numel()
+            for held, right in ((before, True), (drifted, False)):
+                old = held[window.region][change.index + window.start]
+                if not right and stated.any():  # one bit of the last element that counts
+                    old.view(torch.int16)[int(stated.nonzero()[-1])] ^= 1
+                live = int(old_digest(change.index, old.__getitem__, stated.__getitem__))
+                assert (live == total) is (right or not bool(stated.any()))
+                seen += bool(stated.any())
+    assert seen >= 6
+    assert (len(buckets) > 1) is (bucket_bytes == 1024)
+
+
+def test_a_place_that_makes_no_sense_is_refused() -> None:
+    for unstated in ([3, 3], [4, 2], [1, 10]):
+        guard = Guard(digests=torch.tensor([5]), unstated=torch.tensor(unstated))
+        section = guard_bytes(guard)
+        assert section.numel() == 16
+        with pytest.raises(CorruptFrameError, match="out of order, or beyond"):
+            read_guard(section, 1, 2, 10)
+    guard = read_guard(section, 1, 2, 11)
+    assert (guard.digests.tolist(), guard.unstated.tolist()) == ([5], [1, 10])
+
+
+def test_every_flipped_byte_and_cut_of_a_guarded_frame_is_found() -> None:
+    codec = CODECS["indices"]
+    changes, _ = regions(sizes=(60,))
+    frame = pack_frame(IDENTITY, codec, changes, guard=guard_of(changes))
+    for place in range(frame.numel()):
+        bad = frame.clone()
+        bad[place] ^= 4
+        with pytest.raises(CorruptFrameError):
+            unpack_bucket(bad, IDENTITY, [codec], [60], begin=0)
+        with pytest.raises(CorruptFrameError):
+            unpack_bucket(frame[:place].clone(), IDENTITY, [codec], [60], begin=0)
+
+
+def test_frames_have_a_guard_where_values_are_sent_whole_and_every_old_one_can_be_known() -> None:
+    changes, _ = regions()
+    assert {name for name, codec in CODECS.items() if can_guard(codec, changes)} == {"indices", "gaps"}
+    assert not can_guard(CODECS["indices"], [*changes, replace(changes[0], code=None)])
+    code = torch.full_like(changes[0].value, UNSTATED, dtype=torch.int8)
+    assert not can_guard(CODECS["indices"], [*changes, replace(changes[0], code=code)])
