@@ -18,6 +18,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import xxhash
@@ -231,19 +232,9 @@ def unpack_bucket(
 
     Collective: no.
     """
-    if frame.numel() < _HEADER.size:
-        raise CorruptFrameError(
-            f"frame of {frame.numel()} bytes is shorter than its header of {_HEADER.size}"
-        )
-    header = bytearray(frame[: _HEADER.size].numpy().tobytes())
-    magic, protocol, codec_number, dtype_number, *rest = _HEADER.unpack(header)
-    found, (num_regions, guarded, start, end, *lengths, checksum) = tuple(rest[:6]), rest[6:]
-    if magic != MAGIC:
-        raise CorruptFrameError(f"frame begins with {magic!r}, not {MAGIC!r}")
-    struct.pack_into("<Q", header, _CHECKSUM_OFFSET, 0)
+    protocol, codec_number, dtype_number, *rest = _whole_header(frame)
+    found, (num_regions, guarded, start, end, *lengths) = tuple(rest[:6]), rest[6:]
     payload = frame[_HEADER.size :]
-    if _checksum(bytes(header), payload) != checksum:
-        raise CorruptFrameError("frame checksum differs: bytes were damaged on the way")
     codec = next((codec for codec in codecs if codec.number == codec_number), codecs[0])
     expected = (PROTOCOL_VERSION, codec.number, _DTYPES[identity.dtype], len(numels), *identity.fields())
     _check_identity((protocol, codec_number, dtype_number, num_regions, *found), expected)
@@ -270,6 +261,22 @@ def unpack_bucket(
         num_sparse = sum(change.value.numel() for change in changes if change.index is not None)
         guard = read_guard(payload[guard_start:].clone(), len(windows), guarded - 1, num_sparse)
     return Unpacked(end=end, windows=windows, changes=tuple(changes), guard=guard)
+
+
+def _whole_header(frame: torch.Tensor) -> list[Any]:
+    """The header's fields between magic and checksum, both of which are right."""
+    if frame.numel() < _HEADER.size:
+        raise CorruptFrameError(
+            f"frame of {frame.numel()} bytes is shorter than its header of {_HEADER.size}"
+        )
+    header = bytearray(frame[: _HEADER.size].numpy().tobytes())
+    magic, *fields, checksum = _HEADER.unpack(header)
+    if magic != MAGIC:
+        raise CorruptFrameError(f"frame begins with {magic!r}, not {MAGIC!r}")
+    struct.pack_into("<Q", header, _CHECKSUM_OFFSET, 0)
+    if _checksum(bytes(header), frame[_HEADER.size :]) != checksum:
+        raise CorruptFrameError("frame checksum differs: bytes were damaged on the way")
+    return fields
 
 
 def _check_identity(got: tuple[object, ...], expected: tuple[object, ...]) -> None:

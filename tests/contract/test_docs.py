@@ -15,6 +15,7 @@ from awex_delta import errors
 from awex_delta.verdict import Reason
 from awex_delta.wire.codec import RegionChange
 from awex_delta.wire.frame import FrameIdentity, pack_frame
+from awex_delta.wire.guard import Guard
 from awex_delta.wire.registry import CODECS
 from scripts import cli_page
 from scripts.reasons_page import EXCEPTIONS, REASONS, page
@@ -175,7 +176,13 @@ def test_the_frame_header_is_what_the_protocol_page_says() -> None:
 
     assert fields["magic, `AWEXDLTA`"] == b"AWEXDLTA"
     assert fields["run id"].hex() == identity.run_id
-    assert number("protocol version") == 2
+    assert number("protocol version") == 3
+    assert number("0 for a frame without a guard") == 0
+    guard = Guard(digests=torch.tensor([5, 0]), unstated=torch.tensor([1]))
+    guarded = bytes(pack_frame(identity, CODECS["indices"], changes, guard=guard).numpy())
+    assert guarded[68:72] == (1 + 1).to_bytes(4, "little")
+    assert guarded[120:-24] == frame[120:]
+    assert guarded[-24:] == b"".join(n.to_bytes(8, "little") for n in (5, 0, 1))
     assert number("codec") == CODECS["indices"].number
     assert number("wire dtype") == 3
     assert number("base version", signed=True) == -1
