@@ -38,7 +38,7 @@ WORTH_COMPILING = 1 << 24
 """Compiling takes seconds, once a process: fewer elements than this never earn them back."""
 
 _COMPILER_FAILURES = (RuntimeError, OSError, ImportError, subprocess.SubprocessError)
-_Sum = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+_Sum = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 _log = logging.getLogger(__name__)
 
@@ -98,18 +98,26 @@ def sum_whole(tensor: torch.Tensor, salt: int, *, compiled: bool = False) -> tor
     start = 0
     for part in _flat_pieces(tensor.detach(), piece):
         key = _scalar(salt + start * _GOLDEN, tensor.device)  # the piece begins at `start`
-        total += mix(place[: part.numel()], part, key)
+        total += mix(place[: part.numel()], part, key, None)
         start += part.numel()
     return total
 
 
-def sum_at(index: torch.Tensor, value: torch.Tensor, salt: int, *, compiled: bool = False) -> torch.Tensor:
+def sum_at(
+    index: torch.Tensor,
+    value: torch.Tensor,
+    salt: int,
+    *,
+    counts: torch.Tensor | None = None,
+    compiled: bool = False,
+) -> torch.Tensor:
     """The digest of single elements, left on their device.
 
     Args:
         index: int64 [n], their positions.
         value: [n], 1, 2, 4 or 8 bytes an element, on the same device.
         salt: of `salt_of`.
+        counts: bool [n], False for an element that is left out; None counts all.
         compiled: see `digest`.
 
     Returns:
@@ -122,7 +130,8 @@ def sum_at(index: torch.Tensor, value: torch.Tensor, salt: int, *, compiled: boo
     key = _scalar(salt, value.device)
     start = 0
     for bits in _flat_pieces(value.detach(), piece):
-        total += mix(index[start : start + bits.numel()], bits, key)
+        here = slice(start, start + bits.numel())
+        total += mix(index[here], bits, key, None if counts is None else counts[here])
         start += bits.numel()
     return total
 
@@ -151,15 +160,20 @@ def _scalar(value: int, device: torch.device) -> torch.Tensor:
     return torch.tensor(value - MODULUS if value >= MODULUS // 2 else value, device=device)
 
 
-def _mix_and_sum(index: torch.Tensor, bits: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """One splitmix64 output an element, summed. index int64 [n], bits integers [n], key an int64 scalar."""
+def _mix_and_sum(
+    index: torch.Tensor, bits: torch.Tensor, key: torch.Tensor, counts: torch.Tensor | None
+) -> torch.Tensor:
+    """One splitmix64 output an element that counts, summed. index int64 [n], bits integers [n], key an int64
+    scalar, counts bool [n]."""
     mixed = key + index * _GOLDEN + bits
     for shift, multiplier in zip(_SHIFTS, (*_MULTIPLIERS, 1), strict=True):
         mixed = (mixed ^ ((mixed >> shift) & _low_bits(64 - shift))) * multiplier
-    return mixed.sum()
+    return mixed.sum() if counts is None else (mixed * counts).sum()
 
 
-def _mix_and_sum_in_place(index: torch.Tensor, bits: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+def _mix_and_sum_in_place(
+    index: torch.Tensor, bits: torch.Tensor, key: torch.Tensor, counts: torch.Tensor | None
+) -> torch.Tensor:
     """As `_mix_and_sum`, with two temporaries in all: what eager execution does fastest."""
     mixed = torch.add(key, index, alpha=_GOLDEN).add_(bits)
     shifted = torch.empty_like(mixed)
@@ -168,7 +182,7 @@ def _mix_and_sum_in_place(index: torch.Tensor, bits: torch.Tensor, key: torch.Te
         mixed ^= shifted.bitwise_and_(_low_bits(64 - shift))
         if multiplier is not None:
             mixed *= multiplier
-    return mixed.sum()
+    return mixed.sum() if counts is None else mixed.mul_(counts).sum()
 
 
 def _low_bits(count: int) -> int:
@@ -181,9 +195,11 @@ def _mixer(device_type: str, *, compiled: bool) -> tuple[_Sum, int]:
     if function is None:
         return _mix_and_sum_in_place, _EAGER_PIECE if device_type == "cpu" else _DEVICE_PIECE
 
-    def mix(index: torch.Tensor, bits: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    def mix(
+        index: torch.Tensor, bits: torch.Tensor, key: torch.Tensor, counts: torch.Tensor | None
+    ) -> torch.Tensor:
         # torch would compile once more for each of the sizes 0 and 1
-        return (function if bits.numel() > 1 else _mix_and_sum_in_place)(index, bits, key)
+        return (function if bits.numel() > 1 else _mix_and_sum_in_place)(index, bits, key, counts)
 
     return mix, _COMPILED_PIECE
 
@@ -194,7 +210,8 @@ def _compiled(device_type: str) -> _Sum | None:
     try:
         function = torch.compile(_mix_and_sum, dynamic=True)
         index = torch.arange(_EAGER_PIECE, device=device_type)
-        function(index, index.to(torch.int16), torch.tensor(1, device=device_type))
+        for counts in (None, index > 0):  # one compilation each
+            function(index, index.to(torch.int16), torch.tensor(1, device=device_type), counts)
     except _COMPILER_FAILURES as error:
         cause = str(error).partition("\n")[0]
         _log.warning("state digests run uncompiled, several times slower: %s", cause)

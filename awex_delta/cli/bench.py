@@ -46,6 +46,7 @@ def detect(
             "elements_per_second",
             "peak_extra_bytes",
             "digest_over_detect",
+            "digest_engine_over_detect",
             "digest_all_over_detect",
         ),
     )

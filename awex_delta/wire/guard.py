@@ -7,8 +7,7 @@ and an engine compares before anything is written:
     unstated, 32 bit    changes that no digest covers, as detection states no step for them: ascending
                         places among all sparse changes of the frame, together padded to 8 bytes
 
-Positions count from the start of the window, and there is no salt, so that the hash of position 0 and bits 0
-is 0: that is what stands for an element that is left out.
+Positions count from the start of the window, and there is no salt.
 """
 
 from __future__ import annotations
@@ -129,9 +128,8 @@ def old_digest(
     total = torch.zeros((), dtype=torch.int64, device=index.device)
     for first in range(0, index.numel(), PIECE):
         here = slice(first, min(first + PIECE, index.numel()))
-        counts = stated(here)
-        bits = old(here).view(torch.int16) * counts
-        total += sum_at((index[here] - start) * counts, bits, 0, compiled=compiled)
+        places = index[here] - start if start else index[here]
+        total += sum_at(places, old(here), 0, counts=stated(here), compiled=compiled)
     return total
 
 
