@@ -72,9 +72,10 @@ class Ranks:
     def parts(self, token: str) -> list[Mapping[str, Any]]:
         """Every other rank's part, at rank 0. Raises PeerError where one does not come."""
         found: list[Mapping[str, Any]] = []
+        deadline = time.monotonic() + self._timeout_seconds  # for all of them together
         for rank in range(1, self.num_ranks):
             key = f"disk/{token}/part/{rank}"
-            found.append(json.loads(self._await(key, f"trainer rank {rank} to write its file")))
+            found.append(json.loads(self._await(key, f"trainer rank {rank} to write its file", deadline)))
             self._open().drop(key)  # with very many tensors it is large
         return found
 
@@ -90,14 +91,16 @@ class Ranks:
 
     def outcome(self, token: str) -> str:
         """How it ended, as rank 0 says. Raises PeerError where it does not say."""
-        text = self._await(f"disk/{token}/outcome", "trainer rank 0 to write the manifest")
+        # Twice as long: rank 0 may wait for another rank, and then knows better who is missing.
+        deadline = time.monotonic() + 2 * self._timeout_seconds
+        text = self._await(f"disk/{token}/outcome", "trainer rank 0 to write the manifest", deadline)
         return "" if text == "ok" else text
 
-    def _await(self, key: str, what: str) -> str:
-        deadline = time.monotonic() + self._timeout_seconds
+    def _await(self, key: str, what: str, deadline: float) -> str:
+        begin = time.monotonic()
         while (value := self._open().find(key)) is None:
             if time.monotonic() > deadline:
-                raise PeerError(f"waited {self._timeout_seconds:g} s for {what}")
+                raise PeerError(f"waited {deadline - begin:.3g} s for {what}")
             time.sleep(_POLL_SECONDS)
         return value
 
