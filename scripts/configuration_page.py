@@ -74,9 +74,14 @@ A launcher starts each trainer and engine worker with
 | `DTE_DELTA_ANCHOR_INTERVAL` | a count | `weight_update_anchor_interval` |
 | `DTE_STREAMING_RECONSTRUCT` | `1` | changes are found slice by slice, with no whole copy |
 | `DTE_DELTA_ENCODING` | a name | `weight_update_delta_encoding`, when it is not the default |
+| `DTE_DELTA_METHOD` | a name | `weight_update_delta_method`, likewise |
+| `DTE_DELTA_ACCUMULATE` | `True` | `weight_update_delta_accumulate: true` |
+| `DTE_BUCKET_BYTES` | a count | `weight_update_bucket_bytes`, when it is not the default |
+| `DTE_VERIFY` | a name | `weight_update_verify`, likewise |
+| `DTE_VERIFY_INTERVAL` | a count | `weight_update_verify_interval`, likewise |
 | `DTE_ALLOW_ANY_WORLD_SIZE` | `True` | `world_size_policy: any` |
 | `DTE_RELEASE_GRAD_BUFFERS` | `True` | `weight_update_release_grad_buffers: true` |
-| `DTE_TIMEOUT_SECONDS` | seconds | `weight_update_timeout_seconds`, likewise |
+| `DTE_TIMEOUT_SECONDS` | seconds | `weight_update_timeout_seconds`, when it is not the default |
 | `DTE_CONNECT_TIMEOUT_SECONDS` | seconds | `weight_update_connect_timeout_seconds`, likewise |
 | `DTE_TRANSPORT` | `disk` | `weight_update_transport: disk` |
 | `DTE_DISK_URL` | a URL | `weight_update_disk_url` |

@@ -33,7 +33,7 @@ def plan(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Print ranks, owners, bytes of an update and memory of a run. Starts nothing.
+    """Print ranks, owners, memory, bytes of an update, and the workers' environment of a run. Starts nothing.
 
     Exit codes: 0 when the run can work, 2 when a setting is refused.
     """
@@ -119,6 +119,8 @@ def show(found: RunPlan, console: Console) -> None:
     rows.add_row("full sync", f"{_size(found.full_bytes)} over all engines")
     console.print(rows)
     console.print(_traffic(found))
+    if found.environment:
+        console.print("# a launcher sets for every worker of both sides, as worker_environment() says:")
     for name, value in found.environment.items():
         console.print(f"export {name}={value}")
 
@@ -130,11 +132,11 @@ def _first(separator: str, items: Sequence[object]) -> str:
 
 
 def _traffic(found: RunPlan) -> Table:
-    table = Table("encoding", "changed", "all bytes", "of full", "largest sender", "largest receiver")
+    columns = ("encoding", "changed", "all bytes", "of full", "largest sender", "largest receiver")
+    table = Table(*columns, caption=f"the settings choose {found.encoding}", caption_justify="left")
     for row in found.traffic:
-        mark = " (chosen)" if row.encoding == found.encoding else ""
         table.add_row(
-            row.encoding + mark,
+            row.encoding,
             f"{row.changed_share:.1%}",
             _size(row.total_bytes),
             f"{row.of_full:.2%}",

@@ -279,6 +279,8 @@ def run(settings: Settings) -> list[float]:
         )
         history = rounds(one, sender, rollouts, log)
         sender.close()
+        if first:
+            print(f"As one page: awex-delta report {settings.run.log}", flush=True)
         return history
     finally:
         if rollouts is not None:

@@ -173,6 +173,13 @@ def test_the_example_on_the_configuration_page_resolves() -> None:
         assert f"`{variable}`" in page()
 
 
+def test_the_configuration_page_lists_every_variable() -> None:
+    source = (ROOT / "awex_delta" / "environment.py").read_text(encoding="utf-8")
+    assert set(re.findall(r"^\| `(DTE_\w+)`", page(), re.MULTILINE)) == set(
+        re.findall(r'"(DTE_\w+)"', source)
+    )
+
+
 def test_the_changelog_begins_with_this_version() -> None:
     text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     headings = re.findall(r"^## (\S+)", text, re.MULTILINE)

@@ -91,7 +91,7 @@ SHELL = [
 ]
 FOREIGN = {"cd", "curl", "docker", "export", "git", "kubectl", "pip", "ray", "sbatch", "scp", "ssh", "vllm"}
 """Programs that are not ours; a page may call them."""
-SAVED = {"sides.py"}
+SAVED = {"folder.py", "sides.py"}
 """Programs that a page shows and has its reader save."""
 
 

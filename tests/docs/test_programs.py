@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import socket
 import subprocess
 import sys
@@ -237,12 +238,29 @@ def test_the_page_on_folders() -> None:
     assert torch.equal(served, trained)
 
 
+@pytest.mark.timeout(120)
+def test_the_program_on_the_page_on_folders(tmp_path: Path) -> None:
+    *_, block = python_blocks("docs/en/disk.md")
+    program = tmp_path / "folder.py"
+    program.write_text(block.code, encoding="utf-8")
+    said = subprocess.run(
+        [sys.executable, "-W", "ignore", str(program)],
+        cwd=tmp_path,
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout
+    lines = [line for line in said.splitlines() if re.match(r"[1-4] ", line)]
+    assert [line.split()[1].rstrip(",") for line in lines] == ["full", "delta", "delta", "delta"]
+    assert all(line.endswith(f"{line[0]} True") for line in lines)
+
+
 def _disk_page(me: Rank) -> tuple[torch.Tensor, torch.Tensor]:
     settings_block = next(b for b in blocks_of(ROOT / "docs/en/disk.md") if b.language == "yaml")
     chosen = yaml.safe_load(settings_block.code) | {"weight_update_disk_url": str(me.folder / "run")}
     train = TrainEngineConfig.load({"backend": "megatron:d1", **chosen})
     settings = resolve(train, RolloutConfig(backend="vllm:d1")).settings
-    writer, reader = python_blocks("docs/en/disk.md")
+    writer, reader, _ = python_blocks("docs/en/disk.md")
     me.init_gloo(rank=0, world_size=1)
     tiny = build_trainer(SPEC)
     tiny.train_step()

@@ -13,6 +13,14 @@ import pytest
 from tests.docs.blocks import ROOT
 
 
+def test_the_menu_of_the_site_is_the_table_of_the_readme() -> None:
+    said = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").split("\nplugins:")[0].split("\nnav:\n")[1]
+    menu = {part.lower(): pages for part, pages in re.findall(r"- ([\w ]+): \[(.*)\]", said)}
+    rows = re.findall(r"^\| ([a-z ]+) \| (\[.*) \|$", (ROOT / "README.md").read_text("utf-8"), re.MULTILINE)
+    table = {part: ", ".join(re.findall(r"docs/en/([a-z]+\.md)", links)) for part, links in rows}
+    assert menu == {part: pages for part, pages in table.items() if pages}
+
+
 @pytest.mark.timeout(120)
 def test_the_site_builds_and_is_self_contained(tmp_path: Path) -> None:
     result = subprocess.run(
