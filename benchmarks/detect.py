@@ -28,7 +28,7 @@ from awex_delta.numerics.adamw import invert, old_weights
 from awex_delta.types import AdamWStep, Detection, OwnedSlice
 from awex_delta.wire.codec import RegionChange
 from awex_delta.wire.registry import CODECS
-from benchmarks.digests import Digests
+from benchmarks.digests import Digests, over_detect
 from benchmarks.environment import environment_record
 
 BYTES_READ = 4 + 4 + 4 + 2  # master, two moments, weight
@@ -226,10 +226,7 @@ def run(*, num_elements: int = 32_000_000, repeats: int = 5) -> dict[str, object
         ratio_to_copy_bound: elements per second, relative to the bandwidth of a memory copy (bytes read
             and written) over 15 bytes an element. speedup_over_eager: relative to
             `reconstruct_cast_compare`, speedup_over_certified_eager to `reconstruct_with_bound`.
-            digest_over_detect: seconds of a trainer's digests of what changed and of what that replaces, by
-            those of detection; digest_engine_over_detect: what an engine's add to its writing, by the same;
-            digest_all_over_detect: one digest of all weights.
-            elements_per_second, peak_extra_bytes, changed_share, extra_share
+            What `benchmarks.digests.over_detect` says. elements_per_second, peak_extra_bytes, changed_share, extra_share
             (sent without need, relative to changed), num_missed, samples in seconds, environment, config.
             methods: for `adamw` and `snapshot` the seconds of a detection and of a commit, the bytes kept
             between updates, the extra bytes while detecting, and those of the changes as `indices`.
@@ -240,17 +237,13 @@ def run(*, num_elements: int = 32_000_000, repeats: int = 5) -> dict[str, object
     first_call = seconds(lambda: detect(training))
     detection = detect(training)
     digests = Digests.of(training.slices(), detection, training.before)
-    guard = digests.check()
     timed: Mapping[str, Callable[[], object]] = {
         "copy": lambda: target.copy_(training.main),
         "detect": lambda: detect(training),
         "snapshot": baseline.detect,
         "eager": lambda: reconstruct_cast_compare(training),
         "certified_eager": lambda: reconstruct_with_bound(training),
-        "digest": digests.of_trainer,
-        "write": digests.write,
-        "write_verified": lambda: digests.write_verified(guard),
-        "digest_all": digests.of_all,
+        **digests.timed(),
     }
     samples = in_turns(timed, repeats)
     median = {name: statistics.median(values) for name, values in samples.items()}
@@ -268,9 +261,7 @@ def run(*, num_elements: int = 32_000_000, repeats: int = 5) -> dict[str, object
         "changed_share": num_changed / num_elements,
         "extra_share": (num_found - num_changed) / max(num_changed, 1),
         "num_missed": missed(training, detection),
-        "digest_over_detect": median["digest"] / median["detect"],
-        "digest_engine_over_detect": (median["write_verified"] - median["write"]) / median["detect"],
-        "digest_all_over_detect": median["digest_all"] / median["detect"],
+        **over_detect(median),
         "methods": methods(training, detection, baseline, samples, repeats=repeats),
         "copy_bytes_per_second": bandwidth,
         "first_call_seconds": first_call,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -74,16 +74,21 @@ class Digests:
         base: list[int] = torch.stack(totals).tolist()
         return base, self._sums(written)
 
-    def check(self) -> Guard:
-        """Let both sides agree. The trainer's guard.
+    def timed(self) -> dict[str, Callable[[], object]]:
+        """What is to be timed for `over_detect`.
 
         Raises:
-            RuntimeError: they do not.
+            RuntimeError: a trainer's digests and an engine's differ.
         """
         guard, sent = self.of_trainer()
         if self.write_verified(guard) != (guard.digests.tolist(), sent):
             raise RuntimeError("a trainer's digests and an engine's of the same values differ")
-        return guard
+        return {
+            "digest": self.of_trainer,
+            "write": self.write,
+            "write_verified": lambda: self.write_verified(guard),
+            "digest_all": self.of_all,
+        }
 
     def of_all(self) -> int:
         """One digest of all weights, as each side takes in a full sync."""
@@ -110,3 +115,21 @@ class Digests:
         ]
         sums: list[int] = torch.stack(totals).tolist()
         return sums
+
+
+def over_detect(seconds: Mapping[str, float]) -> dict[str, float]:
+    """What digests cost, in detections.
+
+    Args:
+        seconds: of `detect`, and of all that `Digests.timed` gives.
+
+    Returns:
+        digest_over_detect: a trainer's digests of what changed and of what that replaces.
+        digest_engine_over_detect: what an engine's add to its writing.
+        digest_all_over_detect: one digest of all weights.
+    """
+    return {
+        "digest_over_detect": seconds["digest"] / seconds["detect"],
+        "digest_engine_over_detect": (seconds["write_verified"] - seconds["write"]) / seconds["detect"],
+        "digest_all_over_detect": seconds["digest_all"] / seconds["detect"],
+    }
