@@ -226,8 +226,9 @@ def run(*, num_elements: int = 32_000_000, repeats: int = 5) -> dict[str, object
         ratio_to_copy_bound: elements per second, relative to the bandwidth of a memory copy (bytes read
             and written) over 15 bytes an element. speedup_over_eager: relative to
             `reconstruct_cast_compare`, speedup_over_certified_eager to `reconstruct_with_bound`.
-            What `benchmarks.digests.over_detect` says. elements_per_second, peak_extra_bytes, changed_share, extra_share
-            (sent without need, relative to changed), num_missed, samples in seconds, environment, config.
+            What `benchmarks.digests.over_detect` says.
+            elements_per_second, peak_extra_bytes, changed_share, extra_share (sent
+            without need, relative to changed), num_missed, samples in seconds, environment, config.
             methods: for `adamw` and `snapshot` the seconds of a detection and of a commit, the bytes kept
             between updates, the extra bytes while detecting, and those of the changes as `indices`.
     """
