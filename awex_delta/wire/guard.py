@@ -21,8 +21,8 @@ from awex_delta.digest import sum_at
 from awex_delta.errors import CorruptFrameError
 from awex_delta.numerics.ulp import UNSTATED, apply_code
 from awex_delta.wire.codec import Codec, RegionChange, as_bytes, padding
-from awex_delta.wire.pieces import PIECE
 
+_PIECE = 1 << 15  # changes at a time: torch does so much on one thread, and waits for no other
 _MIN_CHANGES_FOR_UNSTATED = 16  # a change that states no step costs 4 bytes: more of them, and it is too dear
 
 Part = Callable[[slice], torch.Tensor]
@@ -102,7 +102,7 @@ def guard_of(changes: Sequence[RegionChange], *, compiled: bool = False) -> Guar
                 compiled=compiled,
             )
         )
-        for part in torch.split(code, PIECE):
+        for part in torch.split(code, _PIECE):
             unstated.append((part == UNSTATED).nonzero().view(-1).cpu() + place)
             place += part.numel()
     return Guard(digests=_on_cpu(digests), unstated=torch.cat(unstated))
@@ -126,8 +126,8 @@ def old_digest(
     Collective: no.
     """
     total = torch.zeros((), dtype=torch.int64, device=index.device)
-    for first in range(0, index.numel(), PIECE):
-        here = slice(first, min(first + PIECE, index.numel()))
+    for first in range(0, index.numel(), _PIECE):
+        here = slice(first, min(first + _PIECE, index.numel()))
         places = index[here] - start if start else index[here]
         total += sum_at(places, old(here), 0, counts=stated(here), compiled=compiled)
     return total
