@@ -243,7 +243,9 @@ def unpack_bucket(
     inner = [contexts[w.region] for w in windows] if contexts else [None] * len(windows)
     parts = [c and c.window(w.start, w.stop) for c, w in zip(inner, windows, strict=True)]
     num_elements, body_bytes, tail_bytes = lengths
-    guard_start = max(0, payload.numel() - (guard_limit(len(windows), guarded - 1) if guarded else 0))
+    guard_start = payload.numel() - (guard_limit(len(windows), guarded - 1) if guarded else 0)
+    if guard_start < 0:
+        raise CorruptFrameError(f"frame carries {payload.numel()} bytes, which cannot hold its guard")
     changes = _regions(
         payload[:guard_start],
         codec,
