@@ -243,7 +243,7 @@ def unpack_bucket(
     inner = [contexts[w.region] for w in windows] if contexts else [None] * len(windows)
     parts = [c and c.window(w.start, w.stop) for c, w in zip(inner, windows, strict=True)]
     num_elements, body_bytes, tail_bytes = lengths
-    guard_start = max(0, payload.numel() - (guard_limit(len(windows), guarded - 1) if guarded else 0))
+    guard_start = _guard_start(payload.numel(), len(windows), guarded)
     changes = _regions(
         payload[:guard_start],
         codec,
@@ -297,6 +297,14 @@ def _check_span(start: int, end: int, begin: int, total: int) -> None:
         )
     if not start < end <= total and total:
         raise CorruptFrameError(f"a frame covers elements {start} to {end} of {total}")
+
+
+def _guard_start(length: int, num_windows: int, guarded: int) -> int:
+    """Where the rest of a payload ends; `guarded` as in the header."""
+    start = length - (guard_limit(num_windows, guarded - 1) if guarded else 0)
+    if start < 0:
+        raise CorruptFrameError(f"frame carries {length} bytes, which cannot hold its guard")
+    return start
 
 
 def _regions(

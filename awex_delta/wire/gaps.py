@@ -131,6 +131,7 @@ class GapCodec:
     ) -> list[RegionChange]:
         """See `Codec.decode`."""
         del contexts
+        check_counts(counts, numels)  # before memory is allocated
         total = sum(counts)
         index, code = torch.empty(total, dtype=torch.int64), None
         *steps, stated = self.read_positions(body, counts, numels, dtype, index)
@@ -159,7 +160,7 @@ class GapCodec:
         """The first half of `decode`.
 
         Args:
-            body, counts, numels, dtype: see there.
+            body, counts, numels, dtype: see there; no more changes than elements.
             index: int64 [sum of counts], to be filled with the positions of all regions.
 
         Returns:
@@ -168,7 +169,6 @@ class GapCodec:
         Collective: no.
         """
         total, num_levels = sum(counts), len(self.levels) + 1
-        check_counts(counts, numels)
         if not total:
             if body.numel():
                 raise CorruptFrameError(f"{body.numel()} bytes for no changed element")

@@ -66,11 +66,16 @@ def can_guard(codec: Codec, changes: Sequence[RegionChange]) -> bool:
 
     Collective: no.
     """
-    sparse = [change for change in changes if change.index is not None]
-    if not sparse or not codec.idempotent or any(change.code is None for change in sparse):
+    sparse = [change for change in changes if change.index is not None and change.value.numel()]
+    if not sparse or not codec.idempotent or not all(_has_steps(change) for change in sparse):
         return False
     unstated = sum(num_unstated(change) for change in sparse)
     return unstated * _MIN_CHANGES_FOR_UNSTATED <= sum(change.value.numel() for change in sparse)
+
+
+def _has_steps(change: RegionChange) -> bool:
+    """False where no step leads back to the old bits, such as from values that a converter cast."""
+    return change.code is not None and change.value.dtype is torch.bfloat16
 
 
 def num_unstated(change: RegionChange) -> int:

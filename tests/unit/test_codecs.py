@@ -412,6 +412,15 @@ def test_a_gap_beyond_its_region_is_refused(codec: GapCodec) -> None:
         codec.decode(body, [0, 0], [2000, 2000], BF16)
 
 
+@pytest.mark.parametrize("codec", ALL, ids=named)
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+def test_more_changes_than_elements_are_refused_before_memory_is_allocated(
+    codec: Codec, dtype: torch.dtype
+) -> None:
+    with pytest.raises(CorruptFrameError):
+        codec.decode(torch.zeros(256, dtype=torch.uint8), [1 << 60], [100], dtype)
+
+
 def test_streams_over_their_limit_are_refused_before_memory_is_allocated() -> None:
     writer = StreamWriter(torch.empty(streams_limit([2**20]), dtype=torch.uint8), [2**20], compress=True)
     writer.put(0, torch.zeros(2**20), torch.uint8)

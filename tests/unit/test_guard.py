@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
+import xxhash
 
 from awex_delta.errors import CorruptFrameError
 from awex_delta.numerics.ulp import UNSTATED, step_code
 from awex_delta.wire.buckets import cut
 from awex_delta.wire.codec import RegionChange
-from awex_delta.wire.frame import FrameIdentity, pack_frame, unpack_bucket
+from awex_delta.wire.frame import _HEADER, FrameIdentity, pack_frame, unpack_bucket
 from awex_delta.wire.guard import Guard, can_guard, guard_bytes, guard_of, old_digest, read_guard
 from awex_delta.wire.registry import CODECS
 
 MASK = (1 << 64) - 1
+_GUARDED = 11  # the place of a field in the header
 IDENTITY = FrameIdentity(
     run_id="1" * 32, base_version=4, target_version=5, plan=7, sender=1, receiver=0, dtype=torch.bfloat16
 )
@@ -144,3 +148,49 @@ def test_frames_have_a_guard_where_values_are_sent_whole_and_every_old_one_can_b
     assert not can_guard(CODECS["indices"], [*changes, replace(changes[0], code=None)])
     code = torch.full_like(changes[0].value, UNSTATED, dtype=torch.int8)
     assert not can_guard(CODECS["indices"], [*changes, replace(changes[0], code=code)])
+    for dtype in (torch.float16, torch.float32):  # a converter cast them: steps are of bf16
+        assert not can_guard(CODECS["indices"], [replace(changes[0], value=changes[0].value.to(dtype))])
+
+
+def test_a_region_in_which_nothing_changed_leaves_the_guard_of_the_others() -> None:
+    codec = CODECS["indices"]
+    changes, _ = regions(seed=2)
+    nothing = RegionChange(numel=8, value=torch.empty(0).bfloat16(), index=torch.empty(0).long())
+    assert not can_guard(codec, [nothing])
+    there = [nothing, changes[0], nothing, *changes[1:]]
+    assert can_guard(codec, there)
+    frame = pack_frame(IDENTITY, codec, there, guard=guard_of(there))
+    found = unpack_bucket(frame, IDENTITY, [codec], [change.numel for change in there], begin=0).guard
+    assert found is not None
+    alone = guard_of(changes)
+    assert torch.equal(found.unstated, alone.unstated)
+    totals = alone.digests.tolist()
+    assert found.digests.tolist() == [0, totals[0], 0, *totals[1:]]
+
+
+@pytest.mark.parametrize("numels", [[], [0, 0], [60]])
+@pytest.mark.parametrize("extra", [0, 1, 8, 12])
+@pytest.mark.parametrize("num_unstated", [0, 1, 3, 2**32 - 2])
+def test_a_guard_that_does_not_fit_its_frame_is_refused(
+    numels: list[int], extra: int, num_unstated: int
+) -> None:
+    """A header that is right in itself, about a guard that is longer or shorter than what is there."""
+    codec = CODECS["indices"]
+    changes = [
+        RegionChange(numel=numel, value=torch.empty(0).bfloat16(), index=torch.empty(0).long())
+        for numel in numels
+    ]
+    frame = torch.cat([pack_frame(IDENTITY, codec, changes), torch.zeros(extra, dtype=torch.uint8)])
+    header = frame[: _HEADER.size].numpy()
+    fields = [*_HEADER.unpack(header.tobytes())[:-1], 0]
+    fields[_GUARDED] = 1 + num_unstated
+    header[:] = np.frombuffer(_HEADER.pack(*fields), np.uint8)
+    checksum = xxhash.xxh3_64(frame.numpy().tobytes()).intdigest()
+    header[-8:] = np.frombuffer(struct.pack("<Q", checksum), np.uint8)
+    if num_unstated == 0 and extra == (8 if numels == [60] else 0):  # a digest for the window
+        found = unpack_bucket(frame, IDENTITY, [codec], numels, begin=0).guard
+        assert found is not None
+        assert found.unstated.numel() == 0
+        return
+    with pytest.raises(CorruptFrameError):
+        unpack_bucket(frame, IDENTITY, [codec], numels, begin=0)

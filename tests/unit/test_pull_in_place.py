@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from errno import EACCES, ENODEV
 from pathlib import Path
 
 import numpy as np
@@ -245,6 +246,49 @@ def test_a_shard_with_a_second_name_is_left_alone(trainers: Trainers, tmp_path: 
     (other / INDEX).touch()
     assert holds(other, trainers.history[0])
     assert pull(path, trainers, 0).in_place  # the new shards have one name
+
+
+@pytest.mark.parametrize("errno", [EACCES, ENODEV])  # read-only; a filesystem that maps nothing for writing
+def test_a_shard_that_cannot_be_written_is_left_alone(
+    trainers: Trainers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, errno: int
+) -> None:
+    path = tmp_path / "local"
+    pull(path, trainers, 0)
+    before = shards(path)
+
+    def refuse(filename: Path, mode: str, **_: object) -> None:
+        assert filename.exists()
+        assert mode == "r+"
+        raise OSError(errno, os.strerror(errno), str(filename))
+
+    monkeypatch.setattr(np, "memmap", refuse)
+    done = pull(path, trainers)
+    assert not done.in_place
+    assert f"cannot be written in place ({os.strerror(errno)}): whole shards are written" in done.problems[0]
+    assert holds(path, trainers.history[1])
+    assert not before.keys() & shards(path).keys()
+
+
+def test_the_journal_is_on_the_disk_with_its_folders_before_anything_changes(
+    trainers: Trainers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "local"
+    pull(path, trainers, 0)
+    synced: set[int] = set()
+    sync = os.fsync
+
+    def note(descriptor: int) -> None:
+        synced.add(os.fstat(descriptor).st_ino)
+        sync(descriptor)
+
+    def look() -> None:
+        room = path / JOURNAL / version_name(1)
+        for place in (*room.iterdir(), room, room.parent):
+            assert place.stat().st_ino in synced, place
+
+    monkeypatch.setattr(os, "fsync", note)
+    with pytest.raises(StopError):
+        pull(path, trainers, on_step=stop_at("withdraw", look))
 
 
 def test_another_layout_gets_new_shards(trainers: Trainers, tmp_path: Path) -> None:

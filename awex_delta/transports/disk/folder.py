@@ -91,6 +91,8 @@ class Folder:
         if self._renames:
             self._fs.mv(written, final)
             self._sync_folder(final)
+            if "/" in name:
+                self._sync_folder(final.rpartition("/")[0])  # which may be new
 
     def read(self, name: str, start: int | None = None, stop: int | None = None) -> bytes:
         """The bytes [start, stop) of a file, or all. Raises FileNotFoundError where there is none."""

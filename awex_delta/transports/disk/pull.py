@@ -32,6 +32,7 @@ from awex_delta.transports.disk.local import (
     layout_of,
     load_checked,
     names_by_file,
+    open_in_place,
     read_marker,
     sum_of,
     total_bytes,
@@ -227,6 +228,12 @@ class LocalCheckpoint:
             file = self.path / shard
             if file.is_symlink() or (file.exists() and file.stat().st_nlink > 1):
                 return f"{shard} is shared with another checkpoint by a link"
+            try:
+                open_in_place(file)  # before the index goes: otherwise no pull could ever finish
+            except FileNotFoundError:
+                continue  # damage, which is noticed when it is read
+            except OSError as error:
+                return f"{shard} cannot be written in place ({error.strerror})"
         wanted: Layout = {entry.name: (entry.dtype, entry.shape) for entry in first.tensors}
         if first.kind is Kind.FULL and layout_of(self.path, held) != wanted:
             return f"{first.label} has other tensors than the checkpoint"
