@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -342,6 +343,22 @@ def test_a_whole_life_on_s3(build: Build, s3: str, tmp_path: Path) -> None:
     late = build(Engine, trainers)
     assert late.read() == 3
     assert late.holds(trainers.history[3])
+
+
+def test_a_store_that_cannot_be_reached_is_an_os_error_whatever_its_library_says() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]  # nobody answers there once this is closed
+    config = {"retries": {"max_attempts": 0}, "connect_timeout": 1}
+    options = {"endpoint_url": f"http://127.0.0.1:{port}", "key": "k", "secret": "s", "config_kwargs": config}
+    folder = Folder("s3://bucket/run", options)
+    for use in (
+        lambda: folder.read("x"),
+        lambda: folder.put("x", [b"x"]),
+        lambda: folder.names(""),
+        lambda: folder.remove("x"),
+    ):
+        with pytest.raises(OSError, match=r"s3://bucket/run: .*onnect"):
+            use()
 
 
 def test_an_upload_that_fails_leaves_no_object(s3: str) -> None:

@@ -8,7 +8,7 @@ import re
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import fsspec
@@ -39,7 +39,10 @@ def ignore_step(_: str) -> None:
 
 
 class Folder:
-    """Files below one URL. Paths are relative to it; every method may raise OSError."""
+    """Files below one URL. Paths are relative to it; every method may raise OSError.
+
+    Whatever error of its own a store's library raises, such as that of a connection, arrives as an OSError.
+    """
 
     def __init__(self, url: str, options: Mapping[str, Any] | None = None) -> None:
         """Find the filesystem; nothing is read or written.
@@ -72,31 +75,37 @@ class Folder:
             step: hears of `write`, `sync` and `rename`.
         """
         final = self._path(name)
-        self._fs.makedirs(final.rpartition("/")[0], exist_ok=True)
+        with self._reaching():
+            self._fs.makedirs(final.rpartition("/")[0], exist_ok=True)
         written = f"{final}.{uuid.uuid4().hex}.tmp" if self._renames else final
         step(f"write {name}")
-        file = self._fs.open(written, "wb")
+        with self._reaching():
+            file = self._fs.open(written, "wb")
         try:
             for chunk in chunks:
-                file.write(chunk)
+                with self._reaching():
+                    file.write(chunk)
             step(f"sync {name}")
-            if self._local:
-                file.flush()
-                os.fsync(file.fileno())
-            file.close()
+            with self._reaching():
+                if self._local:
+                    file.flush()
+                    os.fsync(file.fileno())
+                file.close()
         except BaseException:
             self._discard(file, written)
             raise
         step(f"rename {name}")
         if self._renames:
-            self._fs.mv(written, final)
+            with self._reaching():
+                self._fs.mv(written, final)
             self._sync_folder(final)
             if "/" in name:
                 self._sync_folder(final.rpartition("/")[0])  # which may be new
 
     def read(self, name: str, start: int | None = None, stop: int | None = None) -> bytes:
         """The bytes [start, stop) of a file, or all. Raises FileNotFoundError where there is none."""
-        return bytes(self._fs.cat_file(self._path(name), start=start, end=stop))
+        with self._reaching():
+            return bytes(self._fs.cat_file(self._path(name), start=start, end=stop))
 
     def read_file(self, name: str, size: int) -> Iterator[bytes]:
         """All bytes of a file of a known size, piece by piece."""
@@ -110,32 +119,35 @@ class Folder:
 
     def exists(self) -> bool:
         """Whether anything is at the URL; of an object store's folder, whether any object is in it."""
-        return bool(self._fs.exists(self._root))
+        with self._reaching():
+            return bool(self._fs.exists(self._root))
 
     def names(self, folder: str) -> list[str]:
         """Names in a folder, sorted; none where there is no such folder."""
         self._fs.invalidate_cache()
         try:
-            paths = self._fs.ls(self._path(folder), detail=False)
+            with self._reaching():
+                paths = self._fs.ls(self._path(folder), detail=False)
         except FileNotFoundError:
             return []
         return sorted(str(path).rstrip("/").rpartition("/")[2] for path in paths)
 
     def rename(self, old: str, new: str) -> None:
         """Give a file another name."""
-        self._fs.mv(self._path(old), self._path(new))
+        with self._reaching():
+            self._fs.mv(self._path(old), self._path(new))
         self._sync_folder(self._path(new))
 
     def remove(self, name: str) -> None:
         """Remove a file, if it is there."""
-        with suppress(FileNotFoundError):
+        with suppress(FileNotFoundError), self._reaching():
             self._fs.rm_file(self._path(name))
 
     def remove_version(self, version: int) -> None:
         """Withdraw a version, its manifest first, so that it never exists in part."""
         folder = version_name(version)
         self.remove(f"{folder}/{INDEX}")
-        with suppress(FileNotFoundError):
+        with suppress(FileNotFoundError), self._reaching():
             self._fs.rm(self._path(folder), recursive=True)
 
     def lease(self, holder: str, oldest: int, seconds: float) -> None:
@@ -173,10 +185,19 @@ class Folder:
             file.discard()
             file.closed = True  # closing would complete the upload
             return
-        with suppress(OSError):
+        with suppress(OSError), self._reaching():
             file.close()
-        with suppress(OSError):
+        with suppress(OSError), self._reaching():
             self._fs.rm_file(written)
+
+    @contextmanager
+    def _reaching(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError:
+            raise
+        except Exception as error:
+            raise OSError(f"{self.url}: {type(error).__name__}: {error}") from error
 
     def _sync_folder(self, path: str) -> None:
         """A rename is on disk once its folder is."""
