@@ -43,6 +43,14 @@ _Sum = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None],
 _log = logging.getLogger(__name__)
 
 
+def pays_to_compile(device: torch.device, full_bytes: int) -> bool:
+    """Whether digests on `device` should run compiled, where a full sync has so many bytes.
+
+    A GPU is fast enough without, and where an engine runs on one its compiler is in use. Collective: no.
+    """
+    return device.type == "cpu" and full_bytes >= 2 * WORTH_COMPILING  # bf16
+
+
 def salt_of(name: str) -> int:
     """What sets the elements of one tensor apart from those of all others: 64 bits of a hash of its name."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")

@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from awex_delta.digest import WORTH_COMPILING
+from awex_delta.digest import pays_to_compile
 from awex_delta.pipeline import Pack, send_frames
 from awex_delta.plan.agreement import Decision, check_arrived
 from awex_delta.plan.ledger import check_version
@@ -221,7 +221,7 @@ class Sender(TrainerEnd):
     ) -> torch.Tensor:
         identity = self._session.frame_identity(decision, self._comm.seat, receiver, dtype)
         here = bucket.changes(changes)
-        compiled = self._session.plan.full_bytes >= 2 * WORTH_COMPILING
+        compiled = pays_to_compile(here[0].value.device, self._session.plan.full_bytes)
         guard = guard_of(here, compiled=compiled) if bucket.guarded else None
         return pack_frame(identity, codec, here, bucket.span, guard)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from awex_delta.digest import WORTH_COMPILING
+from awex_delta.digest import pays_to_compile
 from awex_delta.errors import DriftError
 from awex_delta.plan.agreement import Decision
 from awex_delta.plan.regions import Region
@@ -122,7 +122,7 @@ class Staging:
             index,
             lambda here: self._old(region, index[here] + window.start).cpu(),
             lambda here: guard.stated(first + here.start, first + here.stop),
-            compiled=self._session.plan.full_bytes >= 2 * WORTH_COMPILING,
+            compiled=pays_to_compile(index.device, self._session.plan.full_bytes),
         )
 
     def finish(self) -> list[StagedChange]:

@@ -17,7 +17,7 @@ from enum import StrEnum
 import torch
 from awex.transfer.transfer_plan import TransferPlan
 
-from awex_delta.digest import MODULUS, WORTH_COMPILING, salt_of, sum_at, sum_whole
+from awex_delta.digest import MODULUS, pays_to_compile, salt_of, sum_at, sum_whole
 from awex_delta.engines.tensors import gather_from
 from awex_delta.errors import LockstepError, VerificationError
 from awex_delta.plan.agreement import Decision
@@ -209,8 +209,7 @@ class Verifier:
             self._add(unit, None, tensors[unit.name].detach()[here.slices])
 
     def _add(self, unit: Unit, index: torch.Tensor | None, value: torch.Tensor) -> None:
-        # A GPU is fast enough without, and where an engine runs on one its compiler is in use.
-        compiled = value.device.type == "cpu" and self._session.plan.full_bytes >= 2 * WORTH_COMPILING
+        compiled = pays_to_compile(value.device, self._session.plan.full_bytes)
         if index is None:
             total = sum_whole(value, unit.salt, compiled=compiled)
         else:
