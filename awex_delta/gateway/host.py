@@ -214,7 +214,6 @@ class SideHost:
     async def _run(self, what: str, work: Callable[[], Value]) -> Value:
         self._busy = what
         done = asyncio.get_running_loop().run_in_executor(self._worker, work)
-        done.add_done_callback(self._now_idle)
         try:
             # Shielded: a caller that went away neither stops the thread nor makes the side look idle.
             return await asyncio.shield(done)
@@ -226,6 +225,11 @@ class SideHost:
             notes = "".join(f" ({note})" for note in _notes(error))
             text = f"{error}{notes}"[:4000]
             raise Rejection(502, Problem(error=type(error).__name__, detail=text)) from error
+        finally:
+            if done.done():  # what the caller notes next is noted before another call can begin
+                self._busy = ""
+            else:
+                done.add_done_callback(self._now_idle)
 
     def _now_idle(self, _: object) -> None:
         self._busy = ""

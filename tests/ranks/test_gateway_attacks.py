@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import httpx
 import pytest
 
 from awex_delta.gateway import create_app
+from awex_delta.gateway import host as gateway_host
 from awex_delta.testing.pairing import differing
 from tests.ranks.gateway_world import HEADERS, TOKEN, SlowEngine, World, config, weights, world
 
@@ -126,7 +128,18 @@ def losing(app: Any, path: str) -> Callable[..., Any]:
     return wrapped
 
 
-def test_a_side_whose_caller_went_away_while_it_connected_knows_that_it_is_connected() -> None:
+def test_a_side_whose_caller_went_away_while_it_connected_knows_that_it_is_connected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun, go, join = threading.Semaphore(0), threading.Event(), gateway_host._join
+
+    def held(*args: Any) -> Any:
+        begun.release()
+        assert go.wait(20)
+        return join(*args)
+
+    monkeypatch.setattr(gateway_host, "_join", held)
+
     async def scenario() -> None:
         async with world() as w:
             trainer, engine = w.add_trainer("t"), w.add_engine("e")
@@ -142,11 +155,11 @@ def test_a_side_whose_caller_went_away_while_it_connected_knows_that_it_is_conne
 
             w.hosts.handle_async_request = cancelled  # type: ignore[method-assign,assignment]
             gone = asyncio.ensure_future(w.connect("a", ["t"], ["e"]))
-            while len(calls) < 2:
-                await asyncio.sleep(0.005)
-            await asyncio.sleep(0)  # both handlers have given the work to their threads
+            for _ in range(2):  # both sides' threads are at work
+                assert await asyncio.to_thread(begun.acquire, timeout=20)
             for call in calls:
                 call.cancel()
+            go.set()
             assert (await gone).status_code == 500
             w.hosts.handle_async_request = at_once  # type: ignore[method-assign]
             await idle(w, "t", "e")
