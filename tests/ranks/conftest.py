@@ -25,8 +25,12 @@ CUT = {EMBED: 0, Q_PROJ: 0, DOWN: 1}
 """How a tensor-parallel engine shares the weights: rows, rows, columns; the norm is replicated."""
 
 SETTINGS = DeltaSettings(
-    anchor_interval=0, timeout_seconds=2.0, connect_timeout_seconds=5.0, allow_any_world_size=True
+    anchor_interval=0, timeout_seconds=20.0, connect_timeout_seconds=20.0, allow_any_world_size=True
 )
+"""Patient: no busy machine makes a healthy rank late, and who waits where nobody should is seen."""
+
+SOON = 3.0
+"""Seconds until a rank that hangs is given up, in tests that wait for that."""
 
 
 def engine_seats(extra: dict[str, tuple[int, ...]] | None = None) -> list[EngineSeat]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from awex_delta.verdict import Kind
 from tests.ranks.conftest import SETTINGS
 
 FUSED = "fused.weight"
-PATIENT = replace(SETTINGS, timeout_seconds=20.0, connect_timeout_seconds=20.0)
 Convert = Callable[[torch.Tensor], Sequence[tuple[str, torch.Tensor]]]
 
 
@@ -52,10 +50,10 @@ def pairing_of(convert: Convert, num_trainers: int, shape: tuple[int, int]) -> P
         {name: tuple(t.shape) for name, t in outputs}, dtypes={name: t.dtype for name, t in outputs}
     )
     trainers = [
-        Trainer.create({FUSED: shape}, lr=1e-5, dp_rank=rank, dp_size=num_trainers, settings=PATIENT)
+        Trainer.create({FUSED: shape}, lr=1e-5, dp_rank=rank, dp_size=num_trainers, settings=SETTINGS)
         for rank in range(num_trainers)
     ]
-    return Pairing(trainers, [EngineSeat(engine="e", view=view)], PATIENT)
+    return Pairing(trainers, [EngineSeat(engine="e", view=view)], SETTINGS)
 
 
 @pytest.mark.parametrize("num_trainers", [1, 2])

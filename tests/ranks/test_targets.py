@@ -23,7 +23,7 @@ from awex_delta.testing.ranks import ThreadRanks, results
 from awex_delta.trainers.torch_adamw import TorchAdamWTrainer
 from awex_delta.types import DeltaSettings
 from awex_delta.verdict import Kind, Reason
-from tests.ranks.conftest import CUT, SETTINGS, SHAPES
+from tests.ranks.conftest import CUT, SETTINGS, SHAPES, SOON
 
 TRAINERS = 2
 A, B = "students", "judges"
@@ -178,7 +178,7 @@ def test_a_group_that_is_gone_stops_nobody_and_comes_back(
         assert kind(update, A) == "D"
         assert update.failed.keys() == {B}
         assert "engine rank 0" in update.failed[B]
-        assert time.monotonic() - started < SETTINGS.timeout_seconds, "nobody waits for who is gone"
+        assert time.monotonic() - started < SETTINGS.timeout_seconds / 2, "nobody waits for who is gone"
         world.check()
     world.restart(B)
     world.train()
@@ -204,7 +204,7 @@ def test_a_group_that_is_gone_stops_nobody_and_comes_back(
 
 def test_a_group_that_hangs_is_given_up_and_the_others_go_on(make: Callable[..., World]) -> None:
     world = make(A)
-    world.add(B, settings=replace(world.settings, timeout_seconds=0.5, connect_timeout_seconds=2.0))
+    world.add(B, settings=replace(world.settings, timeout_seconds=SOON, connect_timeout_seconds=SOON))
     for step in range(2):
         world.train()
         world.update({A: step, B: step})
@@ -361,8 +361,8 @@ def test_wrong_arguments_name_what_is_wrong() -> None:
         targets.add(A, place)
     with pytest.raises(ConfigError, match="num_trainer_ranks=2"):
         targets.add(B, replace(place, num_trainer_ranks=2))
-    with pytest.raises(ConfigError, match=r"timeout_seconds=9 s is longer than the 2 s"):
-        targets.add(B, place, settings=replace(SETTINGS, timeout_seconds=9))
+    with pytest.raises(ConfigError, match=r"timeout_seconds=30 s is longer than the 20 s"):
+        targets.add(B, place, settings=replace(SETTINGS, timeout_seconds=30))
     with pytest.raises(ConfigError, match="'judges' is not known; there are: students"):
         targets.update_weights({B: 0})
     with pytest.raises(ConfigError, match="version=-1"):

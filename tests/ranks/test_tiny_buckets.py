@@ -22,7 +22,6 @@ from tests.ranks.conftest import BIAS, DOWN, EMBED, NORM, Q_PROJ, ROUTER, SETTIN
 Make = Callable[..., Pairing]
 Frames = list[torch.Tensor]
 TINY = {"indices": 256, "gaps": 288, "ulp": 320, "ulp_zstd": 320, "ulp_context": 640, "auto": 320}
-PATIENT = {"timeout_seconds": 20.0, "connect_timeout_seconds": 20.0}
 SHAPES: dict[str, tuple[int, ...]] = {EMBED: (16, 9), Q_PROJ: (12, 8), DOWN: (8, 24), NORM: (7,)}
 BITS = torch.int16
 
@@ -52,7 +51,6 @@ def test_versions_stay_bit_identical_in_tiny_frames(make: Make, encoding: str) -
         bucket_bytes=TINY[encoding],
         buffers={BIAS: (40,)},
         fp32={ROUTER: (4, 80)},
-        **PATIENT,
     )
     frames = note_frames(pairing)
     for version in range(4):
@@ -103,8 +101,6 @@ def edited() -> Iterator[Make]:
             encoding=encoding,
             bucket_bytes=bucket_bytes,
             verify="full",
-            timeout_seconds=20.0,
-            connect_timeout_seconds=20.0,
         )
         cut = {EMBED: 0, Q_PROJ: 0, DOWN: 1}
         seats = [
@@ -180,7 +176,7 @@ def test_exactly_one_bucket_and_one_byte_more(make: Make, encoding: str) -> None
 
     def frames_at(bucket_bytes: int) -> Frames:
         engine = [EngineSeat(engine="e", view=DictEngine({DOWN: (64, 96)}))]
-        options = {"shapes": {DOWN: (64, 96)}, "num_trainers": 1, "engines": engine, **PATIENT}
+        options = {"shapes": {DOWN: (64, 96)}, "num_trainers": 1, "engines": engine}
         pairing = make(encoding=encoding, bucket_bytes=bucket_bytes, **options)
         frames = note_frames(pairing)[0]
         for version in range(2):
@@ -199,7 +195,7 @@ def test_exactly_one_bucket_and_one_byte_more(make: Make, encoding: str) -> None
 
 
 def test_a_bucket_that_holds_no_element_ends_the_update_everywhere(make: Make) -> None:
-    pairing = make(encoding="ulp", bucket_bytes=200, **PATIENT)
+    pairing = make(encoding="ulp", bucket_bytes=200)
     train(pairing)
     pairing.commit(0)
     train(pairing)
@@ -258,7 +254,7 @@ def watch_receiver(receiver: Any) -> Alive:
 
 @pytest.mark.parametrize("encoding", ["indices", "ulp_zstd"])
 def test_two_frames_exist_at_once_on_each_rank(make: Make, encoding: str) -> None:
-    pairing = make(encoding=encoding, bucket_bytes=TINY[encoding], fp32={ROUTER: (4, 80)}, **PATIENT)
+    pairing = make(encoding=encoding, bucket_bytes=TINY[encoding], fp32={ROUTER: (4, 80)})
     train(pairing)
     pairing.commit(0)
     watched = [*map(watch_sender, pairing.senders), *map(watch_receiver, pairing.receivers)]
@@ -275,7 +271,7 @@ def test_a_frame_that_fails_among_many_ends_the_update_everywhere(
     make: Make, broken: str, place: int
 ) -> None:
     """Nobody waits for frames that do not come, nothing is written, and the next update is right."""
-    pairing = make(bucket_bytes=256, fp32={ROUTER: (4, 80)}, **PATIENT)
+    pairing = make(bucket_bytes=256, fp32={ROUTER: (4, 80)})
     train(pairing)
     pairing.commit(0)
     held = [{n: t.clone() for n, t in engine.tensors_by_name.items()} for engine in pairing.engines]
