@@ -299,7 +299,7 @@ def _router_page(me: Rank, token_path: Path) -> list[list[str]]:
     return found
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(300)  # three processes that load everything: 105 s on a machine with much else to do
 def test_the_session_on_the_page_on_the_gateway(tmp_path: Path) -> None:
     program = python_blocks("docs/en/gateway.md")[2]
     (tmp_path / "sides.py").write_text(program.code)
@@ -325,7 +325,7 @@ def test_the_session_on_the_page_on_the_gateway(tmp_path: Path) -> None:
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=170,
+        timeout=290,
         check=False,
     )
     answers = [*json_values(done.stdout)]
