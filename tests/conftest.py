@@ -1,4 +1,4 @@
-"""What every test gets: fixed seeds, one torch thread, and fixtures for the process environment."""
+"""What every test gets: fixed seeds, one torch thread, no deadlines, and fixtures for the environment."""
 
 from __future__ import annotations
 
@@ -9,6 +9,11 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
+
+# How long an example takes says nothing: cores are shared.
+settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("tests")
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -19,6 +19,7 @@ from awex_delta.testing.pairing import differing
 from awex_delta.trainers.torch_adamw import TorchAdamWTrainer
 from awex_delta.types import DeltaSettings
 from tests.ranks.gateway_world import (
+    PATIENCE,
     SHAPES,
     TOKEN,
     SlowEngine,
@@ -345,7 +346,8 @@ def test_ready_senders_and_receivers_keep_their_own_meeting_point_and_state() ->
         async with world() as w:
             trainer, engine = new_trainer(), DictEngine(SHAPES)
             meeting = Rendezvous(num_engine_ranks=1, num_trainer_ranks=1, store=HashStore())
-            settings = DeltaSettings(timeout_seconds=8.0, connect_timeout_seconds=4.0)
+            # So long the engine waits for the pair that its trainer does not know; later ones meet at once.
+            settings = DeltaSettings(timeout_seconds=PATIENCE, connect_timeout_seconds=10.0)
             sender = Sender(trainer, meeting, 0, settings)
             receiver = Receiver(engine, meeting, 0, "e", settings)
             w.hosts.apps["t"] = app_of(trainer_router({"a": sender}, token=TOKEN))

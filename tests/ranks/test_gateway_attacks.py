@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import httpx
@@ -14,6 +14,8 @@ from awex_delta.gateway import create_app
 from awex_delta.gateway import host as gateway_host
 from awex_delta.testing.pairing import differing
 from tests.ranks.gateway_world import HEADERS, TOKEN, SlowEngine, World, config, weights, world
+
+Request = Coroutine[Any, Any, httpx.Response]
 
 
 async def inside(engine: SlowEngine) -> None:
@@ -214,20 +216,39 @@ def test_a_slow_look_at_a_pair_does_not_hide_an_update_that_began_meanwhile() ->
     asyncio.run(scenario())
 
 
+async def cross(w: World, first: Request, *others: Request) -> list[tuple[int, str]]:
+    """Send the others as the first begins to ask the sides, which hear of it once the others have an answer.
+
+    Returns:
+        Status and state of each answer, the first one's first.
+    """
+    asked, go, at_once = asyncio.Event(), asyncio.Event(), w.hosts.handle_async_request
+
+    async def held(one: httpx.Request) -> httpx.Response:
+        asked.set()
+        await go.wait()
+        return await at_once(one)
+
+    w.hosts.handle_async_request = held  # type: ignore[method-assign,assignment]
+    running = asyncio.ensure_future(first)
+    await asyncio.wait_for(asked.wait(), 20)
+    answers = await asyncio.gather(*others)
+    w.hosts.handle_async_request = at_once  # type: ignore[method-assign]
+    go.set()
+    return [(one.status_code, one.json().get("state", "")) for one in (await running, *answers)]
+
+
 def test_requests_that_cross_are_run_once_or_refused_with_the_state() -> None:
     async def scenario() -> None:
         async with world() as w:
             w.add_trainer("t")
             engine = w.add_engine("e")
-            answers = await asyncio.gather(*(w.connect("a", ["t"], ["e"]) for _ in range(3)))
-            assert sorted(one.status_code for one in answers) == [200, 409, 409]
-            assert {one.json()["state"] for one in answers if one.status_code == 409} == {"connecting"}
-            answers = await asyncio.gather(*(w.update("a", version) for version in (0, 0, 1)))
-            assert sorted(one.status_code for one in answers) == [200, 409, 409]
-            assert {one.json()["state"] for one in answers if one.status_code == 409} == {"updating"}
+            answers = await cross(w, *(w.connect("a", ["t"], ["e"]) for _ in range(3)))
+            assert answers == [(200, "connected"), (409, "connecting"), (409, "connecting")]
+            answers = await cross(w, *(w.update("a", version) for version in (0, 0, 1)))
+            assert answers == [(200, ""), (409, "updating"), (409, "updating")]
             assert engine.published == [0]
-            answers = await asyncio.gather(*(w.disconnect("a") for _ in range(2)), w.update("a", 1))
-            assert sorted(one.status_code for one in answers) == [200, 409, 409]
-            assert {one.json()["state"] for one in answers if one.status_code == 409} == {"disconnecting"}
+            answers = await cross(w, *(w.disconnect("a") for _ in range(2)), w.update("a", 1))
+            assert answers == [(200, "disconnected"), (409, "disconnecting"), (409, "disconnecting")]
 
     asyncio.run(scenario())

@@ -324,7 +324,8 @@ def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     server.stop()
 
 
-def test_a_whole_life_on_s3(build: Build, s3: str, tmp_path: Path) -> None:
+def test_a_whole_life_on_s3(s3: str, build: Build, tmp_path: Path) -> None:
+    # The server comes first, so that it goes last: who leaves takes its files away.
     trainers = build(Trainers, s3, anchor_interval=2, keep_anchors=1, timeout_seconds=20.0)
     engine = build(Engine, trainers, num_ranks=2)
     for version in range(5):
@@ -346,19 +347,24 @@ def test_a_whole_life_on_s3(build: Build, s3: str, tmp_path: Path) -> None:
 
 
 def test_a_store_that_cannot_be_reached_is_an_os_error_whatever_its_library_says() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]  # nobody answers there once this is closed
-    config = {"retries": {"max_attempts": 0}, "connect_timeout": 1}
-    options = {"endpoint_url": f"http://127.0.0.1:{port}", "key": "k", "secret": "s", "config_kwargs": config}
-    folder = Folder("s3://bucket/run", options)
-    for use in (
-        lambda: folder.read("x"),
-        lambda: folder.put("x", [b"x"]),
-        lambda: folder.names(""),
-        lambda: folder.remove("x"),
-    ):
-        with pytest.raises(OSError, match=r"s3://bucket/run: .*onnect"):
-            use()
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # held, so that nobody else gets it, and nobody listens there
+        config = {"retries": {"max_attempts": 0}}
+        options = {
+            "endpoint_url": f"http://127.0.0.1:{taken.getsockname()[1]}",
+            "key": "k",
+            "secret": "s",
+            "config_kwargs": config,
+        }
+        folder = Folder("s3://bucket/run", options)
+        for use in (
+            lambda: folder.read("x"),
+            lambda: folder.put("x", [b"x"]),
+            lambda: folder.names(""),
+            lambda: folder.remove("x"),
+        ):
+            with pytest.raises(OSError, match=r"s3://bucket/run: .*onnect"):
+                use()
 
 
 def test_an_upload_that_fails_leaves_no_object(s3: str) -> None:

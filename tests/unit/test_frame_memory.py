@@ -33,11 +33,18 @@ IDENTITY = FrameIdentity(
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Bytes of the tensors that operations made and that still exist. peak: the most at any time."""
+    """Bytes that torch, numpy and Python hold.
+
+    Attributes:
+        now: bytes of the tensors that operations made and that still exist.
+        peak: the most at any time, with what numpy and Python held then.
+        over: it no longer counts, though some of its tensors may exist.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.now = self.peak = 0
+        self.over = False
         self._known: dict[int, weakref.ref[Any]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -48,16 +55,23 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._add(key, storage)
         return out
 
+    def note(self) -> None:
+        """Take in what numpy and Python held at most since the last call, beside the tensors of that time."""
+        self.peak = max(self.peak, self.now + tracemalloc.get_traced_memory()[1])
+        tracemalloc.reset_peak()
+
     def _add(self, key: int, storage: Any) -> None:
         num_bytes = storage.nbytes()
 
         def gone(_: object) -> None:
+            if not self.over:  # else another one may count now
+                self.note()
             self.now -= num_bytes
             del self._known[key]
 
+        self.note()
         self._known[key] = weakref.ref(storage, gone)
         self.now += num_bytes
-        self.peak = max(self.peak, self.now)
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
@@ -75,7 +89,9 @@ def peak_bytes(work: Callable[[], object]) -> tuple[Any, int]:
     try:
         with LiveBytes() as live:
             result = work()
-        return result, live.peak + tracemalloc.get_traced_memory()[1]
+            live.note()
+            live.over = True
+        return result, live.peak
     finally:
         tracemalloc.stop()
 

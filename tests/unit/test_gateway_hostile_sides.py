@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import httpx
@@ -67,9 +68,9 @@ def client_of(handler: Callable[[httpx.Request], httpx.Response]) -> TestClient:
     return TestClient(app, raise_server_exceptions=False, headers=HEADERS)
 
 
-def connect(client: TestClient, engine: str = "http://e:1", **train: Any) -> Any:
+def connect(client: TestClient, engine: str = "http://e:1", trainer: str = "http://t:1", **train: Any) -> Any:
     config = {"train": {**ON, **train}, "rollout": {"backend": "vllm:d1"}}
-    body = {"pair": "a", "trainers": ["http://t:1"], "engines": [engine], "config": config}
+    body = {"pair": "a", "trainers": [trainer], "engines": [engine], "config": config}
     return client.post("/connect", json=body)
 
 
@@ -142,14 +143,22 @@ def test_what_a_side_says_of_a_failure_stays_one_line_of_the_log(caplog: pytest.
     assert line.isprintable()
 
 
-def test_many_who_look_at_a_pair_ask_its_engines_once() -> None:
-    sides, looks = Sides(), 0
+def test_many_who_look_at_a_pair_ask_its_engines_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    sides, looks, lookers, go = Sides(), 0, 0, asyncio.Event()
+    engine_states = pairs.Pair._engine_states
+
+    def counted(self: pairs.Pair) -> Any:
+        nonlocal lookers
+        lookers += 1
+        if lookers == 50:
+            go.set()
+        return engine_states(self)
 
     async def answer(request: httpx.Request) -> httpx.Response:
         nonlocal looks
         if (request.url.host, request.url.path) == ("e", "/state"):
             looks += 1
-            await asyncio.sleep(0.2)
+            await go.wait()  # nobody looks again before all have looked
         return sides.answer(request)
 
     async def scenario() -> None:
@@ -159,8 +168,11 @@ def test_many_who_look_at_a_pair_ask_its_engines_once() -> None:
         async with httpx.AsyncClient(transport=gateway, base_url="http://g", headers=HEADERS) as client:
             body = {"pair": "a", "trainers": ["http://t"], "engines": ["http://e"]}
             config = {"train": ON, "rollout": {"backend": "vllm:d1"}}
+            go.set()
             assert (await client.post("/connect", json={**body, "config": config})).status_code == 200
+            go.clear()
             looks = 0
+            monkeypatch.setattr(pairs.Pair, "_engine_states", counted)
             found = await asyncio.gather(*(client.get("/pairs/a") for _ in range(50)))
             assert {one.status_code for one in found} == {200}
             assert looks == 1
@@ -201,8 +213,16 @@ def forgetful() -> Iterator[str]:
                 return
             threading.Thread(target=once, args=(connection,), daemon=True).start()
 
-    threading.Thread(target=serve, daemon=True).start()
+    serving = threading.Thread(target=serve, daemon=True)
+    serving.start()
     yield f"http://127.0.0.1:{server.getsockname()[1]}"
+    stop_listening(server, serving)
+
+
+def stop_listening(server: socket.socket, serving: threading.Thread) -> None:
+    """Close a socket in which a thread waits for connections; closing alone would leave both behind."""
+    server.shutdown(socket.SHUT_RDWR)
+    serving.join(20)
     server.close()
 
 
@@ -246,26 +266,24 @@ def dripping() -> Iterator[str]:
     server = socket.create_server(("127.0.0.1", 0))
 
     def drip(connection: socket.socket) -> None:
-        with connection:
+        with connection, suppress(OSError):  # the gateway went away
             connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n")
             while not stop.wait(0.05):
-                try:
-                    connection.sendall(b" ")
-                except OSError:
-                    return
+                connection.sendall(b" ")
 
     def serve() -> None:
-        while not stop.is_set():
+        while True:
             try:
                 connection, _ = server.accept()
             except OSError:
                 return
             threading.Thread(target=drip, args=(connection,), daemon=True).start()
 
-    threading.Thread(target=serve, daemon=True).start()
+    serving = threading.Thread(target=serve, daemon=True)
+    serving.start()
     yield f"http://127.0.0.1:{server.getsockname()[1]}"
     stop.set()
-    server.close()
+    stop_listening(server, serving)
 
 
 @pytest.mark.timeout(30)
@@ -273,11 +291,11 @@ def test_a_side_that_answers_byte_by_byte_is_given_up(dripping: str, monkeypatch
     monkeypatch.setattr(pairs, "_STATE_SECONDS", 0.3)
     with TestClient(create_app(token=TOKEN), headers=HEADERS) as client:
         begin = time.monotonic()
-        refused = connect(client, engine=dripping)
-        assert time.monotonic() - begin < 5
+        # A trainer that refuses at once: a name would be looked up, for as long as that takes here.
+        refused = connect(client, engine=dripping, trainer="http://127.0.0.1:1")
         assert refused.json()["sides"][dripping] == "did not answer in time"
         assert client.get("/pairs/a").json()["engines"][0]["why"] == "did not answer in time"
-        assert time.monotonic() - begin < 10
+        assert time.monotonic() - begin < 20, "its two answers end after 50 seconds each"
 
 
 def test_an_engine_that_left_the_pair_is_no_longer_shown() -> None:

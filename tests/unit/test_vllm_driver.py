@@ -408,4 +408,4 @@ def test_the_environment_does_not_turn_calls_aside(server: Server, monkeypatch: 
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
     monkeypatch.delenv("NO_PROXY", raising=False)
     monkeypatch.delenv("no_proxy", raising=False)
-    VllmDriver(HttpControl(server.url, timeout_seconds=5)).update_weights(5)
+    VllmDriver(HttpControl(server.url)).update_weights(5)
