@@ -11,8 +11,11 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-# How long an example takes says nothing: cores are shared.
-settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# How long an example takes says nothing: cores are shared. The same examples come each time, so a change
+# is judged by what it changed; to look for new ones: pytest --hypothesis-profile=explore
+CALM = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("explore", CALM)
+settings.register_profile("tests", CALM, derandomize=True)
 settings.load_profile("tests")
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from awex_delta.engines.tensors import read_range, write_range
@@ -105,7 +105,7 @@ def test_a_frame_that_just_fits_is_not_cut_and_one_byte_more_is(whole: bool) -> 
     assert len(frames_of(CODECS["indices"], [region], least - 1)) == 2
 
 
-@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40)
 @given(
     name=st.sampled_from(list(CODECS)),
     numels=st.lists(st.integers(1, 3000), max_size=5),

@@ -119,7 +119,7 @@ def updates(draw: st.DrawFn) -> tuple[list[RegionChange], list[torch.Tensor]]:
 
 
 @pytest.mark.parametrize("codec", ALL, ids=named)
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])  # cores are shared
+@settings(max_examples=60)
 @given(update=updates())
 def test_any_update_comes_back_bit_for_bit(
     codec: Codec, update: tuple[list[RegionChange], list[torch.Tensor]]
@@ -128,11 +128,7 @@ def test_any_update_comes_back_bit_for_bit(
 
 
 @pytest.mark.parametrize("codec", ALL, ids=named)
-@settings(
-    deadline=None,
-    max_examples=20,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
-)
+@settings(max_examples=20, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 @given(update=updates())
 def test_the_size_of_the_pieces_changes_nothing(
     codec: Codec,

@@ -136,11 +136,7 @@ def regions(draw: st.DrawFn) -> tuple[list[RegionChange], list[torch.Tensor], li
 
 
 @pytest.mark.parametrize(("block", "group", "piece"), [(1 << 22, 4096, 1 << 16), (5, 3, 2)])
-@settings(
-    deadline=None,
-    max_examples=100,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
-)
+@settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 @given(update=regions())
 def test_any_weights_come_back(
     block: int,

@@ -88,8 +88,6 @@ def client() -> Iterator[TestClient]:
 @schema.parametrize()
 @settings(
     max_examples=25,
-    deadline=None,
-    derandomize=True,
     phases=[Phase.explicit, Phase.generate],
     suppress_health_check=list(HealthCheck),
 )
