@@ -132,7 +132,7 @@ class Fleet:
         Collective: no.
         """
         for name in names:
-            with suppress(BrokenPipeError):  # its death is reported when its answer is collected
+            with suppress(BrokenPipeError, ConnectionResetError):  # reported when its answer is collected
                 self._members[name].connection.send(Request(action=action, arguments=arguments))
         return self._collect(names, timeout_seconds, doomed)
 
@@ -160,7 +160,7 @@ class Fleet:
     def _receive(self, name: str, connection: Connection, doomed: str) -> Answer:
         try:
             answer: Answer = connection.recv()
-        except (EOFError, ConnectionResetError):
+        except (EOFError, OSError):  # OSError: with the request unread, or in the middle of its answer
             if name == doomed:
                 return Answer(failure="the process was killed")
             raise DemoError(f"process {name} died:\n{self._log_tail(name)}") from None

@@ -40,7 +40,7 @@ class Browser:
         requests: addresses that the page asked for, its own included.
     """
 
-    def __init__(self, executable: str, profile: Path, *, timeout_seconds: float = 30.0) -> None:
+    def __init__(self, executable: str, profile: Path, *, timeout_seconds: float = 120.0) -> None:
         """Start the browser and open an empty tab.
 
         Args:
@@ -52,6 +52,7 @@ class Browser:
         self.requests: list[str] = []
         self._timeout = timeout_seconds
         self._buffer, self._number, self._session = b"", 0, ""
+        self._loaded: set[str] = set()  # loaders of the pages that are complete
         its_in, self._out = os.pipe()
         self._in, its_out = os.pipe()
         # Chromium reads from descriptor 3 and writes to 4; the shell puts them there.
@@ -64,10 +65,18 @@ class Browser:
         )
         os.close(its_in)
         os.close(its_out)
+        try:
+            self._open_tab()
+        except BaseException:
+            self._end()
+            raise
+
+    def _open_tab(self) -> None:
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
+        self.call("Page.setLifecycleEventsEnabled", enabled=True)
 
     def __enter__(self) -> Browser:
         return self
@@ -75,8 +84,11 @@ class Browser:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._end()
+
+    def _end(self) -> None:
         self._process.kill()
-        self._process.wait(timeout=10)
+        self._process.wait(timeout=60)
         os.close(self._in)
         os.close(self._out)
 
@@ -96,9 +108,10 @@ class Browser:
 
     def open(self, address: str) -> None:
         """Load a page and wait until it is complete."""
-        self.call("Page.navigate", url=address)
-        while self.evaluate("document.readyState") != "complete":
-            time.sleep(0.02)
+        # Not asked of the document: for a moment that is still the one before, which is complete.
+        loader = self.call("Page.navigate", url=address)["loaderId"]
+        while loader not in self._loaded:
+            self._read(f"Page.navigate to {address}")
 
     def evaluate(self, expression: str) -> Any:
         """The JSON value of a JavaScript expression in the page. Raises RuntimeError where it throws."""
@@ -136,7 +149,9 @@ class Browser:
         return message
 
     def _note(self, event: str, params: dict[str, Any]) -> None:
-        if event == "Log.entryAdded" and params["entry"]["level"] in ("error", "warning"):
+        if event == "Page.lifecycleEvent" and params["name"] == "load":
+            self._loaded.add(params["loaderId"])
+        elif event == "Log.entryAdded" and params["entry"]["level"] in ("error", "warning"):
             self.complaints.append(params["entry"]["text"])
         elif event == "Runtime.consoleAPICalled" and params["type"] in ("error", "warning", "assert"):
             self.complaints.append(str(params["args"]))

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,9 @@ _PRELOAD = (
     "awex_delta.engines.fused",
     "awex_delta.engines.transformers",
 )
+
+_LAST_WORDS_SECONDS = 30.0
+"""How long ranks that wait for one that failed get to say what they saw, on a busy machine, too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,8 +85,7 @@ def run_ranks(
 
     Collective: no; `function` may make process groups with `Rank.init_gloo`.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(_PRELOAD))
+    context = fork_server()
     with tempfile.TemporaryDirectory() as folder:
         pipes: list[Connection] = []
         processes: list[BaseProcess] = []
@@ -102,6 +105,16 @@ def run_ranks(
             for process in processes:
                 process.kill()
                 process.join()
+
+
+def fork_server() -> ForkServerContext:
+    """Starts processes that have imported what ranks need. There is one server a process, whoever asks first.
+
+    Collective: no.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(_PRELOAD))
+    return context
 
 
 def _run_one(send: Connection, function: Callable[..., Any], me: Rank, args: tuple[Any, ...]) -> None:
@@ -130,14 +143,13 @@ def _collect(pipes: list[Connection], timeout_seconds: float) -> list[Any]:
             rank = open_pipes.pop(pipe)
             try:
                 worked, value = pickle.loads(pipes[rank].recv_bytes())  # noqa: S301 - our own child
-            except EOFError:
+            except (EOFError, OSError):  # OSError: in the middle of its answer
                 worked, value = False, "the process died"
             if worked:
                 results[rank] = value
             else:
                 failures[rank] = value
-                # The others wait for this rank; they get a moment to say what they saw.
-                deadline = min(deadline, time.monotonic() + 5.0)
+                deadline = min(deadline, time.monotonic() + _LAST_WORDS_SECONDS)
     if failures:
         raise RanksFailed("\n".join(f"rank {rank}: {failures[rank]}" for rank in sorted(failures)))
     return [results[rank] for rank in range(len(pipes))]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -21,8 +20,10 @@ from fastapi import FastAPI
 
 from awex_delta.gateway import create_app, engine_router, trainer_router
 from awex_delta.testing.dict_engine import DictEngine
+from awex_delta.testing.procs import fork_server
 from awex_delta.trainers.torch_adamw import TorchAdamWTrainer
 from awex_delta.types import DeltaSettings
+from tests.procs.ports import hold_port, number_of
 
 TOKEN = "-".join(["the", "token", "of", "the", "processes"])
 SHAPES = {
@@ -30,7 +31,8 @@ SHAPES = {
     "model.layers.0.mlp.down_proj.weight": (32, 96),
     "model.norm.weight": (32,),
 }
-TIMEOUT_SECONDS = 8.0
+TIMEOUT_SECONDS = 30.0
+"""Patient: no test waits for it, as a death is heard at once."""
 
 Bits = Mapping[str, Any]
 
@@ -118,14 +120,16 @@ class Fleet:
     """Processes by name. Each keeps its port in all its lives."""
 
     def __init__(self) -> None:
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["awex_delta.sender", "awex_delta.receiver", __name__])
+        self._context = fork_server()
+        self._held = ExitStack()
         self._ports: dict[str, int] = {}
         self.lives: dict[str, Life] = {}
 
     def start(self, name: str, function: Callable[..., None], *args: object) -> Life:
         """Start a process, or start it again."""
-        port = self._ports.setdefault(name, free_port())
+        if name not in self._ports:
+            self._ports[name] = number_of(self._held.enter_context(hold_port()))
+        port = self._ports[name]
         ours, theirs = self._context.Pipe()
         process: BaseProcess = self._context.Process(target=function, args=(theirs, port, *args), daemon=True)
         process.start()
@@ -142,13 +146,7 @@ class Fleet:
         """Kill what was started."""
         for life in self.lives.values():
             life.kill()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+        self._held.close()
 
 
 def wait_for(url: str, process: BaseProcess) -> None:

@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -202,8 +203,23 @@ def test_a_difference_is_named_and_fails_the_demo(tmp_path: Path) -> None:
 
 
 def members_of(launcher: psutil.Process) -> list[psutil.Process]:
-    """Processes that the launcher's fork server started."""
-    return [member for child in launcher.children() for member in child.children()]
+    """Processes that the launcher's fork server started, in their order."""
+    members: list[psutil.Process] = []
+    for child in launcher.children():
+        with suppress(psutil.NoSuchProcess):  # a tool that was run for a moment
+            members += child.children()
+    return members
+
+
+def still_run(processes: list[psutil.Process]) -> list[psutil.Process]:
+    """Those that do not end soon. One whose parent did not take note of its end has ended, too."""
+    _, alive = psutil.wait_procs(processes, timeout=60)
+    running = []
+    for process in alive:
+        with suppress(psutil.NoSuchProcess):
+            if process.status() != psutil.STATUS_ZOMBIE:
+                running.append(process)
+    return running
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = 120.0) -> None:
@@ -230,8 +246,7 @@ def test_interrupting_leaves_nothing_behind(tmp_path: Path, number: signal.Signa
         process.send_signal(number)
     output, errors = process.communicate(timeout=60)
     assert process.returncode not in (0, 1), output + errors
-    psutil.wait_procs(others, timeout=30)
-    assert [other for other in others if other.is_running()] == []
+    assert still_run(others) == []
     assert left_in(tmp_path / "tmp") == []
 
 
@@ -241,5 +256,4 @@ def test_a_process_that_dies_unasked_fails_the_demo(tmp_path: Path) -> None:
     output, errors = process.communicate(timeout=120)
     assert process.returncode == 1, output + errors
     assert "failed process engine-1 died" in output
-    psutil.wait_procs(others, timeout=30)
-    assert [other for other in others if other.is_running()] == []
+    assert still_run(others) == []

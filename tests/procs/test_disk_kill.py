@@ -7,7 +7,7 @@ import os
 import re
 import signal
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,12 +24,14 @@ from awex_delta.transports.disk.publish import Job, Publisher, Ranks
 from awex_delta.transports.disk.pull import LocalCheckpoint
 from tests.ranks.disk import Engine, Trainers, Weights, files_below
 
+pytestmark = pytest.mark.timeout(180)
+
 VERSIONS = 5
 FIRST_KILLED = 3
 
 
 @pytest.fixture(scope="module")
-def recorded() -> Iterator[tuple[Trainers, list[Job]]]:
+def recorded() -> tuple[Trainers, list[Job]]:
     """What a trainer would have written as versions F0 D1 F2 D3 F4, and its weights at each."""
     trainers = Trainers("memory://recorded", num_trainers=1, anchor_interval=1)
     writer, jobs = trainers.writers[0], list[Job]()
@@ -45,8 +47,8 @@ def recorded() -> Iterator[tuple[Trainers, list[Job]]]:
     writer._publisher = Recorder()  # type: ignore[assignment]
     trainers.write(*range(VERSIONS))
     assert trainers.kinds == "FDFDF"
-    yield trainers, jobs
-    trainers.close()
+    trainers.close()  # its thread that shows signs of life must hold no lock while a child forks
+    return trainers, jobs
 
 
 def publisher(path: Path, step: Step = ignore_step) -> Publisher:
@@ -168,6 +170,7 @@ def test_a_first_pull_killed_at_any_step_leaves_nothing_or_one_version(
 def test_a_pull_killed_at_any_step_leaves_one_version_or_none(tmp_path: Path) -> None:
     trainers = Trainers(str(tmp_path / "source"), num_trainers=2)
     trainers.write(0, 1)
+    trainers.close()  # before any fork
 
     def pull(path: Path, step: Step, version: int | None = None) -> Any:
         return LocalCheckpoint(path, Folder(trainers.url), on_step=step).pull(version)
@@ -189,4 +192,3 @@ def test_a_pull_killed_at_any_step_leaves_one_version_or_none(tmp_path: Path) ->
         assert loads_as(path, trainers.history) == [1]
         assert len(files_below(path)) == 4  # two shards, the index, the lock
     assert re.fullmatch("0+-+1+", "".join(seen))
-    trainers.close()

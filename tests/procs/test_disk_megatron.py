@@ -23,7 +23,7 @@ from awex_delta.testing.procs import Rank, RanksFailed, run_ranks
 from awex_delta.testing.tiny_models import TinySpec, TinyTrainer, build_trainer, hf_config
 from awex_delta.types import DeltaSettings
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(300)
 
 NUM_RANKS = 4
 DOOMED = 5
@@ -139,7 +139,8 @@ def dump(tiny: TinyTrainer, path: Path) -> None:
 
 def doom(publisher: Any, fatal: str) -> None:
     """Die as the step begins; the others give up on this rank before long."""
-    publisher._ranks._timeout_seconds = 2.0
+    if not fatal:  # who dies waits for the others first, however late they are
+        publisher._ranks._timeout_seconds = 2.0
 
     def step(name: str) -> None:
         if fatal and name.startswith(fatal):
@@ -216,6 +217,6 @@ def test_a_reader_holds_every_version_bit_for_bit(name: str, tmp_path: Path) -> 
     anchor = tmp_path / "run" / f"weight_v{SAVED + 1:06d}"
     loaded = create.from_pretrained(anchor, dtype=torch.bfloat16)
     assert wrong(loaded, first_life[SAVED], tmp_path) == []
-    assert not list((tmp_path / "run").rglob("*.tmp"))
+    assert not list((tmp_path / "run").glob("weight_v*/*.tmp"))  # not of a sign of life, cut short
     assert not list(anchor.glob("delta*"))
     reader.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import re
 import signal
@@ -10,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -23,6 +23,7 @@ from awex_delta.receiver import Receiver
 from awex_delta.rendezvous import Rendezvous, host_store
 from awex_delta.sender import Sender
 from awex_delta.testing.dict_engine import DictEngine
+from awex_delta.testing.procs import fork_server
 from awex_delta.trainers.torch_adamw import TorchAdamWTrainer
 from awex_delta.types import DeltaSettings, UpdateStats
 from awex_delta.verdict import Kind, Reason
@@ -33,16 +34,25 @@ SHAPES = {
     "model.norm.weight": (8,),
 }
 CUT = {"model.embed_tokens.weight": 0, "model.layers.0.mlp.down_proj.weight": 1}
-SETTINGS = DeltaSettings(anchor_interval=0, timeout_seconds=6.0, connect_timeout_seconds=20.0)
+SETTINGS = DeltaSettings(anchor_interval=0, timeout_seconds=30.0, connect_timeout_seconds=30.0)
+"""Patient: a death is heard at once, so that no test waits for any of this."""
 ENGINE, TRAINER = 1, 3
 """Seats of the second engine rank and of the second trainer rank; there are two of each."""
 NAMES = {ENGINE: "engine rank 1", TRAINER: "trainer rank 1"}
+START_SECONDS = 120.0
+"""Until a process has imported what it needs, on a busy machine."""
+
+pytestmark = pytest.mark.timeout(300)
 
 Answer = UpdateStats | AwexDeltaError | RuntimeError
 
 
 def _die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def meeting(port: int) -> Rendezvous:
+    return Rendezvous(num_engine_ranks=2, num_trainer_ranks=2, port=port)
 
 
 def _serve_store(pipe: Connection) -> None:
@@ -54,7 +64,7 @@ def _serve_store(pipe: Connection) -> None:
 def _serve(pipe: Connection, seat: int, port: int, num_steps: int, settings: DeltaSettings) -> None:
     """One rank: does what the pipe says, and answers. A trainer repeats the steps of its former life."""
     torch.set_num_threads(1)
-    meet = Rendezvous(num_engine_ranks=2, num_trainer_ranks=2, port=port)
+    meet = meeting(port)
     die_at: list[str] = []
 
     def on_phase(phase: str) -> None:
@@ -72,6 +82,7 @@ def _serve(pipe: Connection, seat: int, port: int, num_steps: int, settings: Del
         weights = {info.param: trainer.tensor(info.key) for info in trainer.weights()}
         for _ in range(num_steps):
             trainer.train_step()
+    pipe.send("ready")
     while True:
         command, value = pipe.recv()
         if command == "step":
@@ -88,7 +99,7 @@ def _serve(pipe: Connection, seat: int, port: int, num_steps: int, settings: Del
                 pipe.send(error)
 
 
-def halt(pid: int, stop: signal.Signals, *, seconds: float = 10.0) -> None:
+def halt(pid: int, stop: signal.Signals, *, seconds: float = 60.0) -> None:
     """Send a signal, and wait until no thread of the process runs: the kernel stops them one by one."""
     os.kill(pid, stop)
     deadline = time.monotonic() + seconds
@@ -131,12 +142,13 @@ class Fleet:
 
     def __init__(self, settings: DeltaSettings = SETTINGS) -> None:
         self.settings = settings
-        self.context = multiprocessing.get_context("forkserver")
-        self.context.set_forkserver_preload(["awex_delta.sender", "awex_delta.receiver", __name__])
+        self.context = fork_server()
         self.store = self.start(_serve_store)
-        self.port: int = self.store.answer(60)
+        self.port: int = self.store.answer(START_SECONDS)
         self.num_steps = 0
         self.lives = [self.start(_serve, seat, self.port, 0, settings) for seat in range(4)]
+        for life in self.lives:
+            assert life.answer(START_SECONDS) == "ready"
 
     def start(self, function: Callable[..., None], *args: object) -> Life:
         ours, theirs = self.context.Pipe()
@@ -149,6 +161,7 @@ class Fleet:
         self.lives[seat].kill()
         num_steps = self.num_steps if seat >= 2 else 0
         self.lives[seat] = self.start(_serve, seat, self.port, num_steps, self.settings)
+        assert self.lives[seat].answer(START_SECONDS) == "ready"
 
     def step(self) -> None:
         self.num_steps += 1
@@ -188,7 +201,6 @@ def fleet() -> Iterator[Fleet]:
     fleet.close()
 
 
-@pytest.mark.timeout(150)
 @pytest.mark.parametrize(
     ("seat", "phase", "version"),
     [
@@ -213,7 +225,7 @@ def test_a_killed_rank_is_named_and_the_next_update_is_full_and_exact(
         fleet.lives[seat].kill()
     begin = time.monotonic()
     answers = fleet.update(version, gone=seat)
-    assert time.monotonic() - begin < SETTINGS.timeout_seconds + 8  # eight processes share two cores
+    assert time.monotonic() - begin < SETTINGS.timeout_seconds, "nobody waits for who is gone"
     for error in answers.values():
         assert isinstance(error, AwexDeltaError), answers
         assert re.search(r"in phase '.+'", str(error)), str(error)
@@ -224,12 +236,16 @@ def test_a_killed_rank_is_named_and_the_next_update_is_full_and_exact(
     fleet.check_commit(version + 1, Kind.DELTA)
 
 
-@pytest.mark.timeout(150)
 def test_a_rank_killed_between_updates_comes_back_before_the_next(fleet: Fleet) -> None:
     fleet.check_commit(0, Kind.FULL)
+    store = meeting(fleet.port).open_store(timedelta(seconds=30))
+    epoch = int(store.get("epoch"))
     fleet.restart(ENGINE)
     fleet.lives[ENGINE].pipe.send(("update", 1))  # it arrives first
-    time.sleep(1.0)
+    arrived, deadline = [f"{epoch + 1}/seat/{ENGINE}"], time.monotonic() + 60
+    while not store.check(arrived):
+        assert time.monotonic() < deadline, "it did not come back"
+        time.sleep(0.01)
     fleet.step()
     for seat in (0, 2, 3):
         fleet.lives[seat].pipe.send(("update", 1))
@@ -239,10 +255,9 @@ def test_a_rank_killed_between_updates_comes_back_before_the_next(fleet: Fleet) 
     fleet.check_commit(2, Kind.DELTA)
 
 
-@pytest.mark.timeout(150)
 @pytest.mark.parametrize("stop", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_store_that_is_gone_is_said_in_time(stop: signal.Signals) -> None:
-    patience = 8.0
+    patience = 10.0
     fleet = Fleet(replace(SETTINGS, connect_timeout_seconds=patience))
     try:
         fleet.check_commit(0, Kind.FULL)
@@ -252,7 +267,7 @@ def test_a_store_that_is_gone_is_said_in_time(stop: signal.Signals) -> None:
         halt(pid, stop)
         begin = time.monotonic()
         answers = fleet.update(1)
-        assert time.monotonic() - begin < patience + 5
+        assert time.monotonic() - begin < 2 * patience, "each rank waits once"
         for error in answers.values():
             assert isinstance(error, AwexDeltaError), repr(error)
             assert f"127.0.0.1:{fleet.port}" in str(error)

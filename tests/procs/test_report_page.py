@@ -20,7 +20,10 @@ CHROMIUM = find_browser()
 HOSTILE = '<script>document.title="taken"</script><img src=x onerror="document.title=1">&amp;$x$'
 NUM_VERSIONS = 12
 
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium here: apt-get install chromium")
+pytestmark = [
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(CHROMIUM is None, reason="no chromium here: apt-get install chromium"),
+]
 
 
 def verdict(version: int) -> Verdict:

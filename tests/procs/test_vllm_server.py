@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import socket
+import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ import requests
 import awex_delta
 from awex_delta.engines.vllm_driver import HttpControl, Running, VllmDriver
 from tests.docs.blocks import python_blocks
+from tests.procs.ports import hold_port, number_of
 from tests.procs.vllm_members import PROMPTS, SETTINGS
 from tests.procs.vllm_training import NUM_VERSIONS, Training, config_only, plan_of
 
@@ -35,9 +37,11 @@ LONG = 600
 def server(tmp_path: Path) -> Iterator[str]:
     """The URL of a server with weights drawn at random."""
     checkpoint = config_only(plan_of("qwen3"), tmp_path / "config")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    with hold_port() as held:
+        yield from serve(checkpoint, number_of(held), tmp_path / "server.log")
+
+
+def serve(checkpoint: Path, port: int, log: Path) -> Iterator[str]:
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(checkpoint)]
     command += ["--load-format", "dummy", "--skip-tokenizer-init", "--enforce-eager", "--dtype", "bfloat16"]
     command += ["--max-model-len", "1024", "--hf-overrides", json.dumps({"max_position_embeddings": 1024})]
@@ -51,7 +55,6 @@ def server(tmp_path: Path) -> Iterator[str]:
         "VLLM_NO_USAGE_STATS": "1",
         "OMP_NUM_THREADS": "1",
     }
-    log = tmp_path / "server.log"
     with log.open("w") as output:
         process = subprocess.Popen(
             [*command, "--host", "127.0.0.1", "--port", str(port)],
@@ -59,6 +62,7 @@ def server(tmp_path: Path) -> Iterator[str]:
             env=environment,
             stdout=output,
             stderr=subprocess.STDOUT,
+            start_new_session=True,  # vLLM's own processes end with it
         )
     url = f"http://127.0.0.1:{port}"
     try:
@@ -66,10 +70,11 @@ def server(tmp_path: Path) -> Iterator[str]:
         yield url
     finally:
         process.terminate()
-        try:
+        with suppress(subprocess.TimeoutExpired):
             process.wait(30)
-        finally:
-            process.kill()
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def wait_until_healthy(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
@@ -78,7 +83,7 @@ def wait_until_healthy(process: subprocess.Popen[bytes], url: str, log: Path) ->
         try:
             if requests.get(f"{url}/health", timeout=5).ok:
                 return
-        except requests.ConnectionError:
+        except (requests.ConnectionError, requests.Timeout):  # it may listen, and be too busy to answer
             pass
         assert process.poll() is None, log.read_text()[-4000:]
         assert time.monotonic() < deadline, log.read_text()[-4000:]
@@ -121,7 +126,7 @@ class Request:
 
     def begun(self) -> Request:
         """Wait for the first tokens."""
-        assert self._begun.wait(60)
+        assert self._begun.wait(200)
         return self
 
     def ended(self) -> Request:

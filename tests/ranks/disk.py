@@ -27,8 +27,8 @@ ENGINE_SHAPES = {**SHAPES, BIAS: (4,)}
 SETTINGS = DeltaSettings(
     anchor_interval=3,
     encoding="ulp_zstd",
-    timeout_seconds=5.0,
-    connect_timeout_seconds=5.0,
+    timeout_seconds=20.0,  # a busy disk may take seconds to sync a file
+    connect_timeout_seconds=20.0,
     transport="disk",
     keep_anchors=100,
 )
