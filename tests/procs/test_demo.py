@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,13 @@ from awex_delta.cli.demo_fleet import warm_up
 from awex_delta.cli.main import app
 
 ROOT = Path(awex_delta.__file__).parents[1]
-RUN = "from awex_delta.cli.main import app; app()"
+# A shell that starts pytest in the background has its processes ignore SIGINT, and they would hand that on.
+RUN = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from awex_delta.cli.main import app
+app()
+"""
 # Pretends that the judge found an engine wrong at version 2.
 RUN_WITH_A_DIFFERENCE = """
 from awex_delta.cli import demo_run
@@ -229,17 +235,26 @@ def wait_until(condition: Callable[[], bool], seconds: float = 120.0) -> None:
         time.sleep(0.05)
 
 
-def started(tmp_path: Path) -> tuple[subprocess.Popen[str], list[psutil.Process]]:
-    """A long demo, once all of its five processes are there."""
+Started = tuple[subprocess.Popen[str], list[psutil.Process]]
+
+
+@pytest.fixture
+def started(tmp_path: Path) -> Iterator[Started]:
+    """A long demo, once all of its five processes are there, and all processes that it started."""
     process = launch(tmp_path / "tmp", "--model", "qwen3", "--steps", "5000")
     launcher = psutil.Process(process.pid)
-    wait_until(lambda: len(members_of(launcher)) == 5)
-    return process, launcher.children(recursive=True)
+    try:
+        wait_until(lambda: len(members_of(launcher)) == 5)
+        yield process, launcher.children(recursive=True)
+    finally:
+        with suppress(ProcessLookupError):  # nothing is left, as it should be
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_interrupting_leaves_nothing_behind(tmp_path: Path, number: signal.Signals) -> None:
-    process, others = started(tmp_path)
+def test_interrupting_leaves_nothing_behind(started: Started, tmp_path: Path, number: signal.Signals) -> None:
+    process, others = started
     if number is signal.SIGINT:
         os.killpg(process.pid, number)  # as a terminal does
     else:
@@ -250,8 +265,8 @@ def test_interrupting_leaves_nothing_behind(tmp_path: Path, number: signal.Signa
     assert left_in(tmp_path / "tmp") == []
 
 
-def test_a_process_that_dies_unasked_fails_the_demo(tmp_path: Path) -> None:
-    process, others = started(tmp_path)
+def test_a_process_that_dies_unasked_fails_the_demo(started: Started) -> None:
+    process, others = started
     members_of(psutil.Process(process.pid))[-1].kill()
     output, errors = process.communicate(timeout=120)
     assert process.returncode == 1, output + errors
