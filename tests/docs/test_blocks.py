@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import re
 import shlex
 import subprocess
@@ -24,7 +23,6 @@ LANGUAGES = {
     "python": "runs: see tests/docs/test_programs.py",
     "sh": "its commands are parsed by the program that they call",
     "yaml": "is read by the models of the settings",
-    "json": "parses",
     "text": "is what a program prints, or a picture",
 }
 
@@ -63,11 +61,6 @@ def test_yaml_is_what_the_settings_accept(block: Block) -> None:
         known = set(TrainEngineConfig.model_fields) | {"_version"}
         assert set(data) <= known, f"{block}: unknown settings {set(data) - known}"
         TrainEngineConfig.load({"backend": "megatron:d1", **data})
-
-
-@pytest.mark.parametrize("block", of("json"), ids=str)
-def test_json_parses(block: Block) -> None:
-    assert json.loads(block.code)
 
 
 def commands(block: Block) -> list[list[str]]:
