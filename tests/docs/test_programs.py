@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
-import random
 import re
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +35,7 @@ from awex_delta.testing.tiny_models import TinySpec, build_trainer, hf_config
 from awex_delta.types import PartCount
 from awex_delta.verdict import Kind, Reason, Verdict
 from tests.docs.blocks import ROOT, blocks_of, pages, python_blocks
+from tests.procs.ports import hold_port, number_of
 
 SPEC = TinySpec(hidden=64, lr=3e-6)
 NUM_STEPS = 2
@@ -300,11 +299,13 @@ def _router_page(me: Rank, token_path: Path) -> list[list[str]]:
 
 
 @pytest.mark.timeout(300)  # three processes that load everything: 105 s on a machine with much else to do
-def test_the_session_on_the_page_on_the_gateway(tmp_path: Path) -> None:
+def test_the_session_on_the_page_on_the_gateway(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     program = python_blocks("docs/en/gateway.md")[2]
     (tmp_path / "sides.py").write_text(program.code)
     servers, client = [b for b in blocks_of(ROOT / "docs/en/gateway.md") if b.language == "sh"][1:3]
-    ports = dict(zip(("8090", "8101", "8102"), map(str, free_ports(3)), strict=True))
+    held = ExitStack()
+    request.addfinalizer(held.close)
+    ports = {printed: str(number_of(held.enter_context(hold_port()))) for printed in ("8090", "8101", "8102")}
     # The page's own text, on ports that are free here; the gateway's default has to be said then.
     started = servers.code.replace("awex-delta gateway", "awex-delta gateway --port 8090")
     # All at once: a port that was put in may look like one that is printed.
@@ -341,22 +342,6 @@ def json_values(text: str) -> Iterator[Any]:
         value, end = json.JSONDecoder().raw_decode(text, start)
         yield value
         start = text.find("{", end)
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on now, and that the kernel gives to nobody who asks for any port."""
-    setting = Path("/proc/sys/net/ipv4/ip_local_port_range")
-    first, last = map(int, setting.read_text().split()) if setting.exists() else (32768, 65535)
-    given = range(first, last + 1)
-    ports = [port for port in range(10_000, 65_536) if port not in given] or [*given]
-    random.Random().shuffle(ports)  # noqa: S311 - other than those of a run beside this one
-    found: list[int] = []
-    while len(found) < count:
-        port = ports.pop()
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            found.append(port)
-    return found
 
 
 class _RecordingEngine:
