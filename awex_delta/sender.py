@@ -26,7 +26,7 @@ from awex_delta.wire.buckets import Bucket, cut
 from awex_delta.wire.choice import MIN_SAMPLE_BYTES, cheapest
 from awex_delta.wire.codec import Codec, RegionChange
 from awex_delta.wire.frame import pack_frame
-from awex_delta.wire.guard import can_guard, guard_of
+from awex_delta.wire.guard import guard_of, unstated_counts
 
 logger = logging.getLogger(__name__)
 
@@ -200,10 +200,10 @@ class Sender(TrainerEnd):
         for (receiver, dtype), changes in content.items():
             count = sum(change.value.numel() for change in changes)
             if count:
-                guarded = verifier.scope is not Scope.OFF and can_guard(codec, changes)
+                unstated = None if verifier.scope is Scope.OFF else unstated_counts(codec, changes)
                 frames[receiver, dtype] = [
                     partial(self._frame, decision, receiver, dtype, codec, changes, bucket)
-                    for bucket in cut(changes, codec, dtype, self._settings.bucket_bytes, guarded=guarded)
+                    for bucket in cut(changes, codec, dtype, self._settings.bucket_bytes, unstated=unstated)
                 ]
                 total += count
         watch.lap("encode")

@@ -16,7 +16,7 @@ import torch
 from awex_delta.errors import WireError
 from awex_delta.wire.codec import Codec, RegionChange
 from awex_delta.wire.frame import frame_limit
-from awex_delta.wire.guard import guard_limit, num_unstated
+from awex_delta.wire.guard import guard_limit
 from awex_delta.wire.pieces import SCRATCH_BYTES
 from awex_delta.wire.spans import Span, Window
 
@@ -66,7 +66,7 @@ def cut(
     dtype: torch.dtype,
     bucket_bytes: int,
     *,
-    guarded: bool = False,
+    unstated: Sequence[int] | None = None,
 ) -> tuple[Bucket, ...]:
     """Cut the changes of one pair into buckets.
 
@@ -76,7 +76,7 @@ def cut(
         dtype: wire dtype.
         bucket_bytes: half of what two frames may take, one that travels and one that is packed or unpacked,
             with all that is needed for it beside positions and values; at least MIN_BUCKET_BYTES.
-        guarded: frames will have a guard.
+        unstated: by region, the changes that guards leave out; None where frames have no guard.
 
     Returns:
         Buckets whose spans follow each other from the first element to the last.
@@ -86,9 +86,10 @@ def cut(
 
     Collective: no.
     """
-    cutter = _Cutter(codec, dtype, bucket_bytes, len(regions), guarded=guarded)
-    for place, region in enumerate(regions):
-        cutter.add(place, region)
+    cutter = _Cutter(codec, dtype, bucket_bytes, len(regions), guarded=unstated is not None)
+    counts = [0] * len(regions) if unstated is None else unstated
+    for place, (region, count) in enumerate(zip(regions, counts, strict=True)):
+        cutter.add(place, region, count)
     return cutter.finish()
 
 
@@ -110,10 +111,9 @@ class _Cutter:
         self._parts: list[Part] = []
         self._count = self._sparse = self._whole = self._unstated = 0
 
-    def add(self, place: int, region: RegionChange) -> None:
+    def add(self, place: int, region: RegionChange, unstated: int) -> None:
         """Put one region into this bucket, and what does not fit into the next ones."""
         start = first = 0
-        unstated = num_unstated(region) if self._guarded else 0
         self._unstated += unstated
         while start < region.numel:
             if region.index is None:

@@ -22,7 +22,8 @@ from awex_delta.errors import CorruptFrameError
 from awex_delta.numerics.ulp import UNSTATED, apply_code
 from awex_delta.wire.codec import Codec, RegionChange, as_bytes, padding
 
-_PIECE = 1 << 15  # changes at a time: torch does so much on one thread, and waits for no other
+# Changes at a time: so much torch does on one thread of a CPU, and waits for no other; a GPU takes more.
+_PIECE, _DEVICE_PIECE = 1 << 15, 1 << 20
 _MIN_CHANGES_FOR_UNSTATED = 16  # a change that states no step costs 4 bytes: more of them, and it is too dear
 
 Part = Callable[[slice], torch.Tensor]
@@ -59,18 +60,21 @@ def guard_limit(num_windows: int, num_unstated: int) -> int:
     return 8 * num_windows + unstated + padding(unstated)
 
 
-def can_guard(codec: Codec, changes: Sequence[RegionChange]) -> bool:
-    """True where frames of these changes gain by a guard: values are sent whole, and most old ones are known.
+def unstated_counts(codec: Codec, changes: Sequence[RegionChange]) -> list[int] | None:
+    """By region, the changes that a guard would leave out; None where frames of these changes gain by none.
 
-    Encodings that send steps need none: from another base they make other values, which read back wrong.
+    They gain by one where values are sent whole, and most old ones are known. Encodings that send steps need
+    none: from another base they make other values, which read back wrong. Waits for a device once.
 
     Collective: no.
     """
     sparse = [change for change in changes if change.index is not None and change.value.numel()]
     if not sparse or not codec.idempotent or not all(_has_steps(change) for change in sparse):
-        return False
-    unstated = sum(num_unstated(change) for change in sparse)
-    return unstated * _MIN_CHANGES_FOR_UNSTATED <= sum(change.value.numel() for change in sparse)
+        return None
+    totals = [_num_unstated(change) for change in changes]
+    counts: list[int] = _on_cpu(totals).tolist()
+    gains = sum(counts) * _MIN_CHANGES_FOR_UNSTATED <= sum(change.value.numel() for change in sparse)
+    return counts if gains else None
 
 
 def _has_steps(change: RegionChange) -> bool:
@@ -78,9 +82,11 @@ def _has_steps(change: RegionChange) -> bool:
     return change.code is not None and change.value.dtype is torch.bfloat16
 
 
-def num_unstated(change: RegionChange) -> int:
-    """Changes of one region whose old bits are not known. Waits for a device. Collective: no."""
-    return 0 if change.code is None else int((change.code == UNSTATED).sum())
+def _num_unstated(change: RegionChange) -> torch.Tensor:
+    """int64 scalar, left on the device of the change where it is sparse."""
+    if change.index is None or change.code is None:
+        return torch.zeros((), dtype=torch.int64)
+    return (change.code == UNSTATED).sum()
 
 
 def guard_of(changes: Sequence[RegionChange], *, compiled: bool = False) -> Guard:
@@ -107,7 +113,7 @@ def guard_of(changes: Sequence[RegionChange], *, compiled: bool = False) -> Guar
                 compiled=compiled,
             )
         )
-        for part in torch.split(code, _PIECE):
+        for part in torch.split(code, _piece(code)):
             unstated.append((part == UNSTATED).nonzero().view(-1).cpu() + place)
             place += part.numel()
     return Guard(digests=_on_cpu(digests), unstated=torch.cat(unstated))
@@ -131,8 +137,9 @@ def old_digest(
     Collective: no.
     """
     total = torch.zeros((), dtype=torch.int64, device=index.device)
-    for first in range(0, index.numel(), _PIECE):
-        here = slice(first, min(first + _PIECE, index.numel()))
+    step = _piece(index)
+    for first in range(0, index.numel(), step):
+        here = slice(first, min(first + step, index.numel()))
         places = index[here] - start if start else index[here]
         total += sum_at(places, old(here), 0, counts=stated(here), compiled=compiled)
     return total
@@ -167,8 +174,12 @@ def read_guard(section: torch.Tensor, num_windows: int, num_unstated: int, num_c
     return Guard(digests=section[:begin].view(torch.int64).clone(), unstated=unstated)
 
 
+def _piece(changes: torch.Tensor) -> int:
+    return _PIECE if changes.device.type == "cpu" else _DEVICE_PIECE
+
+
 def _on_cpu(totals: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Digests of windows, of which some may lie on a device; waits for it once."""
+    """int64 scalars, of which some may lie on a device, as one tensor; waits for it once."""
     devices = {total.device for total in totals} - {torch.device("cpu")} or {torch.device("cpu")}
     target = devices.pop()
     if not totals:

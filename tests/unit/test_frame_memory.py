@@ -21,7 +21,7 @@ from awex_delta.wire.buckets import Bucket, cut, frame_bytes
 from awex_delta.wire.classes import load_loops
 from awex_delta.wire.codec import Codec, Context, RegionChange
 from awex_delta.wire.frame import FrameIdentity, pack_frame
-from awex_delta.wire.guard import can_guard, guard_of
+from awex_delta.wire.guard import guard_of, unstated_counts
 from awex_delta.wire.registry import CODECS
 
 BF16 = torch.bfloat16
@@ -122,7 +122,7 @@ def context(weights: torch.Tensor) -> Context:
 
 def pack(change: RegionChange, codec: Codec, bucket: Bucket) -> torch.Tensor:
     here = bucket.changes([change])
-    return pack_frame(IDENTITY, codec, here, bucket.span, guard_of(here) if can_guard(codec, here) else None)
+    return pack_frame(IDENTITY, codec, here, bucket.span, guard_of(here) if bucket.guarded else None)
 
 
 def staging(codec: Codec, old: torch.Tensor) -> Staging:
@@ -168,7 +168,7 @@ def test_live_bytes_are_counted() -> None:
 @pytest.mark.parametrize("codec", CODECS.values(), ids=lambda codec: codec.name)
 def test_two_frames_and_the_work_on_one_take_two_buckets(codec: Codec, share: float, stated: float) -> None:
     change, old = example(share, stated)
-    buckets = cut([change], codec, BF16, BUCKET, guarded=can_guard(codec, [change]))
+    buckets = cut([change], codec, BF16, BUCKET, unstated=unstated_counts(codec, [change]))
     pack(change, codec, buckets[-1])  # loads what it needs
     frames: list[torch.Tensor] = []
     receiver, received = staging(codec, old), 0

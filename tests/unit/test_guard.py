@@ -16,7 +16,7 @@ from awex_delta.numerics.ulp import UNSTATED, step_code
 from awex_delta.wire.buckets import cut
 from awex_delta.wire.codec import RegionChange
 from awex_delta.wire.frame import _HEADER, FrameIdentity, pack_frame, unpack_bucket
-from awex_delta.wire.guard import Guard, can_guard, guard_bytes, guard_of, old_digest, read_guard
+from awex_delta.wire.guard import Guard, guard_bytes, guard_of, old_digest, read_guard, unstated_counts
 from awex_delta.wire.registry import CODECS
 
 MASK = (1 << 64) - 1
@@ -89,7 +89,7 @@ def test_a_receiver_finds_what_drifted_in_every_frame(encoding: str, bucket_byte
     before.insert(2, torch.zeros(9).bfloat16())
     numels = [change.numel for change in changes]
     drifted = [old.clone() for old in before]
-    buckets = cut(changes, codec, torch.bfloat16, bucket_bytes, guarded=True)
+    buckets = cut(changes, codec, torch.bfloat16, bucket_bytes, unstated=unstated_counts(codec, changes))
     seen = begin = 0
     for bucket in buckets:
         here = bucket.changes(changes)
@@ -144,21 +144,26 @@ def test_every_flipped_byte_and_cut_of_a_guarded_frame_is_found() -> None:
 
 def test_frames_have_a_guard_where_values_are_sent_whole_and_every_old_one_can_be_known() -> None:
     changes, _ = regions()
-    assert {name for name, codec in CODECS.items() if can_guard(codec, changes)} == {"indices", "gaps"}
-    assert not can_guard(CODECS["indices"], [*changes, replace(changes[0], code=None)])
+    counts = {name: unstated_counts(codec, changes) for name, codec in CODECS.items()}
+    left_out = [change.code.tolist().count(-128) for change in changes if change.code is not None]
+    assert sum(left_out) > 0
+    assert {name: of for name, of in counts.items() if of} == {"indices": left_out, "gaps": left_out}
+    assert unstated_counts(CODECS["indices"], [*changes, replace(changes[0], code=None)]) is None
     code = torch.full_like(changes[0].value, UNSTATED, dtype=torch.int8)
-    assert not can_guard(CODECS["indices"], [*changes, replace(changes[0], code=code)])
+    assert unstated_counts(CODECS["indices"], [*changes, replace(changes[0], code=code)]) is None
     for dtype in (torch.float16, torch.float32):  # a converter cast them: steps are of bf16
-        assert not can_guard(CODECS["indices"], [replace(changes[0], value=changes[0].value.to(dtype))])
+        cast = replace(changes[0], value=changes[0].value.to(dtype))
+        assert unstated_counts(CODECS["indices"], [cast]) is None
 
 
 def test_a_region_in_which_nothing_changed_leaves_the_guard_of_the_others() -> None:
     codec = CODECS["indices"]
     changes, _ = regions(seed=2)
     nothing = RegionChange(numel=8, value=torch.empty(0).bfloat16(), index=torch.empty(0).long())
-    assert not can_guard(codec, [nothing])
+    assert unstated_counts(codec, [nothing]) is None
     there = [nothing, changes[0], nothing, *changes[1:]]
-    assert can_guard(codec, there)
+    first, *others = unstated_counts(codec, changes) or []
+    assert unstated_counts(codec, there) == [0, first, 0, *others]
     frame = pack_frame(IDENTITY, codec, there, guard=guard_of(there))
     found = unpack_bucket(frame, IDENTITY, [codec], [change.numel for change in there], begin=0).guard
     assert found is not None
