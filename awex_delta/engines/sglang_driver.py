@@ -14,9 +14,18 @@ import torch
 from awex_delta.engines.sglang_loader import LOAD_FORMAT, Instruction, message
 from awex_delta.errors import UpdateError
 
+_SETTLE_SECONDS = 10.0
+
 
 class SglangControl(Protocol):
     """SGLang's own calls that an update needs. All block."""
+
+    def settle(self, seconds: float) -> None:
+        """Wait up to `seconds` until no request runs; drops the cache.
+
+        A request counts as running for a moment after its answer, and until then SGLang refuses to drop
+        what the old weights cached. Whether any still runs, `load` tells.
+        """
 
     def load(self, named_tensors: list[tuple[str, torch.Tensor]], *, flush: bool) -> None:
         """Give tensors to our loader in every worker. Raises UpdateError where SGLang refuses."""
@@ -34,6 +43,13 @@ class EngineControl:
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
+
+    def settle(self, seconds: float) -> None:
+        """See `SglangControl.settle`."""
+        run, flush = self._engine.loop.run_until_complete, self._engine.tokenizer_manager.flush_cache
+        # At once first: an engine that is paused, with requests that wait, drops its cache and is never idle.
+        if not run(flush()).success:
+            run(flush(timeout_s=seconds))
 
     def load(self, named_tensors: list[tuple[str, torch.Tensor]], *, flush: bool) -> None:
         """See `SglangControl.load`."""
@@ -103,12 +119,15 @@ class SglangDriver:
     def update_weights(self, version: int) -> None:
         """Let the workers take part in one update. Whether it was committed, the trainer tells.
 
+        Requests that run get 10 s to end; what runs longer has to be paused or retracted before.
+
         Raises:
             UpdateError: SGLang refused, or did not drop its cache.
 
         Collective: over all trainer and engine ranks.
         """
         self._in_doubt = True
+        self._control.settle(_SETTLE_SECONDS)
         self._send("update", version=version, flush=True)
 
     def publish(self, version: int) -> None:

@@ -5,14 +5,14 @@ One command on a machine with two GPUs and SGLang: `python -m pytest tests/gpu/t
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from awex_delta.engines.sglang_loader import LOAD_FORMAT, Instruction, message
+from awex_delta.engines.sglang_driver import EngineControl, SglangDriver
+from awex_delta.engines.sglang_loader import LOAD_FORMAT, Instruction
 from awex_delta.testing.sglang_cpu import sglang_found
 from tests.gpu.live_training import KINDS, SETTINGS, training, write_first
 
@@ -42,7 +42,7 @@ def test_a_live_engine_generates_what_a_fresh_one_does(tmp_path: Path) -> None:
     try:
         with training(tmp_path, "cuda:0") as (rendezvous, to_its_end):
             asked = Instruction(
-                action="update",
+                action="connect",
                 engine="sglang",
                 first_engine_rank=0,
                 num_engine_ranks=1,
@@ -51,14 +51,11 @@ def test_a_live_engine_generates_what_a_fresh_one_does(tmp_path: Path) -> None:
                 port=rendezvous.port,
                 settings=SETTINGS,
             )
+            driver = SglangDriver(EngineControl(engine), asked)
             before = generate(engine)
             for version in range(len(KINDS)):
                 generate(engine)  # fills the prefix cache, which must not outlive the update
-                engine.begin_weight_update("target")
-                engine.update_weights_from_tensor(
-                    message(replace(asked, version=version)), load_format=LOAD_FORMAT
-                )
-                engine.end_weight_update()
+                driver.update_weights(version)
             seen = to_its_end()
             after = generate(engine)
     finally:

@@ -9,7 +9,6 @@ import json
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,8 @@ from awex_delta.testing import sglang_cpu
 # Here, since the processes that SGLang starts import this module, too.
 sglang_cpu.install_engine()
 
-from awex_delta.engines.sglang_loader import LOAD_FORMAT, Instruction, message  # noqa: E402
+from awex_delta.engines.sglang_driver import EngineControl, SglangDriver  # noqa: E402
+from awex_delta.engines.sglang_loader import LOAD_FORMAT, Instruction  # noqa: E402
 from tests.procs.vllm_members import NUM_TOKENS, PROMPTS, SETTINGS, Answers  # noqa: E402
 
 
@@ -50,7 +50,7 @@ def generate(held: Any) -> Answers:
 def follow(job: Mapping[str, Any]) -> list[Answers]:
     """What an engine with random weights answers after each update."""
     asked = Instruction(
-        action="update",
+        action="connect",
         engine="sglang",
         first_engine_rank=0,
         num_engine_ranks=1,
@@ -60,10 +60,10 @@ def follow(job: Mapping[str, Any]) -> list[Answers]:
         settings=SETTINGS,
     )
     held, seen = engine(Path(job["start"])), []
+    driver = SglangDriver(EngineControl(held), asked)
     for version in range(1, job["num_versions"] + 1):
-        held.begin_weight_update("target")
-        held.update_weights_from_tensor(message(replace(asked, version=version)), load_format=LOAD_FORMAT)
-        held.end_weight_update()
+        driver.update_weights(version)  # at once after the answers to what was generated
+        driver.publish(version)
         seen.append(generate(held))
     held.shutdown()
     return seen
@@ -75,6 +75,7 @@ def read(job: Mapping[str, Any]) -> list[Answers]:
     held, seen = engine(checkpoints[0]), []
     for number, checkpoint in enumerate(checkpoints):
         if number:
+            EngineControl(held).settle(60.0)
             done, text, *_ = held.update_weights_from_disk(str(checkpoint))
             if not done:
                 raise RuntimeError(text)

@@ -6,15 +6,17 @@ import asyncio
 import json
 import sys
 from dataclasses import dataclass
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import requests
 import torch
 
 from awex_delta.engines.sglang_driver import EngineControl, SglangDriver
 from awex_delta.engines.sglang_loader import LOAD_FORMAT, Instruction
 from awex_delta.errors import UpdateError
+from examples.gsm8k_grpo.rollouts_sglang import Server
 
 ASKED = Instruction(
     action="connect",
@@ -38,8 +40,9 @@ class VersionRequest:
 class FakeEngine:
     """The calls of `sglang.Engine` that the driver makes."""
 
-    def __init__(self, answer: Any = (True, "Success"), refuses: str = "") -> None:
+    def __init__(self, answer: Any = (True, "Success"), refuses: str = "", busy: int = 0) -> None:
         self.calls: list[Any] = []
+        self.busy = busy
         self.answer = answer
         self.refuses = refuses
         self.loop = asyncio.new_event_loop()
@@ -63,6 +66,11 @@ class FakeEngine:
             raise self.answer
         return self.answer
 
+    async def flush_cache(self, timeout_s: float | None = None) -> SimpleNamespace:
+        self.calls.append(("flush", timeout_s))
+        self.busy -= 1
+        return SimpleNamespace(success=self.busy < 0)
+
     async def update_weight_version(self, request: VersionRequest) -> None:
         self.calls.append(("version", request.new_version, request.abort_all_requests))
 
@@ -85,7 +93,7 @@ def test_the_version_is_published_only_when_the_trainer_has_committed() -> None:
     assert (driver.version, driver.in_doubt) == (None, True), "any return of SGLang counts as success"
     assert engine.calls == [
         *(("begin", "target"), ("connect", -1, False), "end"),
-        *(("begin", "target"), ("update", 7, True), "end"),
+        *(("flush", None), ("begin", "target"), ("update", 7, True), "end"),
     ]
     driver.publish(7)
     assert (driver.version, driver.in_doubt) == (7, False)
@@ -109,8 +117,8 @@ def test_a_refusal_is_an_error_and_leaves_the_engine_in_doubt(answer: Any) -> No
 @pytest.mark.parametrize(
     ("refuses", "said", "calls"),
     [
-        ("begin", "a session is already open", [("begin", "target"), "end"]),
-        ("end", "no session is open", [("begin", "target"), ("update", 1, True), "end"]),
+        ("begin", "a session is already open", [("flush", None), ("begin", "target"), "end"]),
+        ("end", "no session is open", [("flush", None), ("begin", "target"), ("update", 1, True), "end"]),
     ],
 )
 def test_a_session_that_sglang_does_not_begin_or_end_is_an_error(
@@ -122,3 +130,32 @@ def test_a_session_that_sglang_does_not_begin_or_end_is_an_error(
         driver.update_weights(1)
     assert (driver.in_doubt, driver.version, engine.calls) == (True, None, calls)
     engine.loop.close()
+
+
+@pytest.mark.parametrize(("busy", "asked"), [(0, [None]), (1, [None, 10.0]), (9, [None, 10.0])])
+def test_requests_that_just_ended_are_waited_for(busy: int, asked: list[float | None]) -> None:
+    """SGLang counts them as running for a moment, and would keep what the old weights cached."""
+    engine = FakeEngine(busy=busy)
+    SglangDriver(EngineControl(engine), ASKED).update_weights(3)  # the answer tells who still runs
+    flushes = [("flush", seconds) for seconds in asked]
+    assert engine.calls == [*flushes, ("begin", "target"), ("update", 3, True), "end"]
+    engine.loop.close()
+
+
+@pytest.mark.parametrize(("busy", "asked"), [(0, [0.0]), (1, [0.0, 10.0])])
+def test_the_client_of_a_server_waits_for_them_too(
+    monkeypatch: pytest.MonkeyPatch, busy: int, asked: list[float]
+) -> None:
+    calls: list[tuple[str, Any]] = []
+
+    def post(url: str, params: Any = None, **_: Any) -> SimpleNamespace:
+        route = url.removeprefix("http://s:1/")
+        calls.append((route, params or {}))
+        refused = route == "flush_cache" and len(calls) <= busy
+        return SimpleNamespace(ok=not refused, json=lambda: {"success": True, "message": ""})
+
+    monkeypatch.setattr(requests, "post", post)
+    SglangDriver(Server("http://s:1/", 2), ASKED).update_weights(3)
+    flushes = [("flush_cache", {"timeout": seconds}) for seconds in asked]
+    routes = ["begin_weight_update", "update_weights_from_tensor", "end_weight_update"]
+    assert calls == [*flushes, *((route, {}) for route in routes)]
