@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import logging
+import pickle
 import re
 import subprocess
 import sys
@@ -28,7 +30,8 @@ from awex_delta import (
     read_run,
     resolve,
 )
-from awex_delta.engines.sglang_loader import LOAD_FORMAT, Instruction
+from awex_delta.engines.sglang_driver import EngineControl
+from awex_delta.engines.sglang_loader import LOAD_FORMAT
 from awex_delta.gateway import read_token
 from awex_delta.testing.procs import Rank, run_ranks
 from awex_delta.testing.tiny_models import TinySpec, build_trainer, hf_config
@@ -36,6 +39,7 @@ from awex_delta.types import PartCount
 from awex_delta.verdict import Kind, Reason, Verdict
 from tests.docs.blocks import ROOT, blocks_of, pages, python_blocks
 from tests.procs.ports import hold_port, number_of
+from tests.unit.test_sglang_driver import FakeEngine
 
 SPEC = TinySpec(hidden=64, lr=3e-6)
 NUM_STEPS = 2
@@ -344,33 +348,24 @@ def json_values(text: str) -> Iterator[Any]:
         start = text.find("{", end)
 
 
-class _RecordingEngine:
-    """Stands for SGLang's `Engine`, which needs its kernels: it keeps what it was asked."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[str, Any]] = []
-
-    def begin_weight_update(self, selector: str) -> None:
-        self.calls.append(("begin", selector))
-
-    def update_weights_from_tensor(self, tensors: Any, load_format: str) -> None:
-        self.calls.append((load_format, tensors))
-
-    def end_weight_update(self) -> None:
-        self.calls.append(("end", None))
-
-
-def test_the_page_on_sglang() -> None:
+def test_the_page_on_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
     python, over_http = python_blocks("docs/en/sglang.md")
-    engine = _RecordingEngine()
+    engine = FakeEngine()
+    monkeypatch.setattr(
+        EngineControl, "publish", lambda _, version: engine.calls.append(("publish", version))
+    )
     names: dict[str, Any] = {"engine": engine, "settings": DeltaSettings()}
     python.run(names)
-    assert [name for name, _ in engine.calls] == ["begin", LOAD_FORMAT, "end"]
-    instruction = names["instruction"]
-    assert isinstance(instruction, Instruction)
-    assert (instruction.action, instruction.version) == ("update", 7)
+    update = [("begin", "target"), ("update", 7, True), "end"]
+    assert engine.calls == [("flush", None), *update, ("publish", "7")]
     over_http.run(names)
-    assert len(names["body"]["serialized_named_tensors"]) == instruction.num_engine_ranks
+    payloads = names["body"]["serialized_named_tensors"]
+    assert len(payloads) == names["instruction"].num_engine_ranks
+    engine.update_weights_from_tensor(
+        pickle.loads(base64.b64decode(payloads[0])), load_format=LOAD_FORMAT, flush_cache=True
+    )
+    assert engine.calls[-1] == ("update", 7, True)
+    engine.loop.close()
 
 
 def test_a_store_is_open_while_its_launcher_keeps_it() -> None:
