@@ -361,9 +361,8 @@ def test_the_page_on_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
     over_http.run(names)
     payloads = names["body"]["serialized_named_tensors"]
     assert len(payloads) == names["instruction"].num_engine_ranks
-    engine.update_weights_from_tensor(
-        pickle.loads(base64.b64decode(payloads[0])), load_format=LOAD_FORMAT, flush_cache=True
-    )
+    sent = pickle.loads(base64.b64decode(payloads[0]))  # noqa: S301 - made by the page
+    engine.update_weights_from_tensor(sent, load_format=LOAD_FORMAT, flush_cache=True)
     assert engine.calls[-1] == ("update", 7, True)
     engine.loop.close()
 
