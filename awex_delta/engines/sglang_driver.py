@@ -20,12 +20,8 @@ _SETTLE_SECONDS = 10.0
 class SglangControl(Protocol):
     """SGLang's own calls that an update needs. All block."""
 
-    def settle(self, seconds: float) -> None:
-        """Wait up to `seconds` until no request runs; drops the cache.
-
-        A request counts as running for a moment after its answer, and until then SGLang refuses to drop
-        what the old weights cached. Whether any still runs, `load` tells.
-        """
+    def flush(self, seconds: float) -> bool:
+        """Drop the cache once no request runs, within `seconds`. False where one runs longer."""
 
     def load(self, named_tensors: list[tuple[str, torch.Tensor]], *, flush: bool) -> None:
         """Give tensors to our loader in every worker. Raises UpdateError where SGLang refuses."""
@@ -44,12 +40,10 @@ class EngineControl:
     def __init__(self, engine: Any) -> None:
         self._engine = engine
 
-    def settle(self, seconds: float) -> None:
-        """See `SglangControl.settle`."""
-        run, flush = self._engine.loop.run_until_complete, self._engine.tokenizer_manager.flush_cache
-        # At once first: an engine that is paused, with requests that wait, drops its cache and is never idle.
-        if not run(flush()).success:
-            run(flush(timeout_s=seconds))
+    def flush(self, seconds: float) -> bool:
+        """See `SglangControl.flush`."""
+        answer = self._engine.tokenizer_manager.flush_cache(timeout_s=seconds)
+        return self._engine.loop.run_until_complete(answer).success is True
 
     def load(self, named_tensors: list[tuple[str, torch.Tensor]], *, flush: bool) -> None:
         """See `SglangControl.load`."""
@@ -127,7 +121,11 @@ class SglangDriver:
         Collective: over all trainer and engine ranks.
         """
         self._in_doubt = True
-        self._control.settle(_SETTLE_SECONDS)
+        # A request counts as running for a moment after its answer, and SGLang would refuse to drop what the
+        # old weights cached. At once first: paused, with requests that wait, it can, and is never idle.
+        # Whether one runs even longer, the update tells.
+        if not self._control.flush(0.0):
+            self._control.flush(_SETTLE_SECONDS)
         self._send("update", version=version, flush=True)
 
     def publish(self, version: int) -> None:

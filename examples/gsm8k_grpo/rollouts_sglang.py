@@ -83,11 +83,9 @@ class Server:
         self._url = url.rstrip("/")
         self._num_workers = num_workers
 
-    def settle(self, seconds: float) -> None:
-        """Wait until no request runs: for a moment, SGLang counts one whose answer is here already."""
-        for limit in (0.0, seconds):
-            if requests.post(f"{self._url}/flush_cache", params={"timeout": limit}, timeout=3600).ok:
-                return
+    def flush(self, seconds: float) -> bool:
+        """Drop the cache once no request runs. SGLang answers that one still does with an error."""
+        return requests.post(f"{self._url}/flush_cache", params={"timeout": seconds}, timeout=3600).ok
 
     def load(self, named_tensors: list[tuple[str, torch.Tensor]], *, flush: bool) -> None:
         """Give tensors to our loader in every worker. SGLang takes them pickled, once a worker."""

@@ -357,7 +357,7 @@ def test_the_page_on_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
     names: dict[str, Any] = {"engine": engine, "settings": DeltaSettings()}
     python.run(names)
     update = [("begin", "target"), ("update", 7, True), "end"]
-    assert engine.calls == [("flush", None), *update, ("publish", "7")]
+    assert engine.calls == [("flush", 0.0), *update, ("publish", "7")]
     over_http.run(names)
     payloads = names["body"]["serialized_named_tensors"]
     assert len(payloads) == names["instruction"].num_engine_ranks

@@ -75,7 +75,7 @@ def read(job: Mapping[str, Any]) -> list[Answers]:
     held, seen = engine(checkpoints[0]), []
     for number, checkpoint in enumerate(checkpoints):
         if number:
-            EngineControl(held).settle(60.0)
+            assert EngineControl(held).flush(60.0), "a request still runs"
             done, text, *_ = held.update_weights_from_disk(str(checkpoint))
             if not done:
                 raise RuntimeError(text)

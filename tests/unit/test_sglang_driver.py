@@ -93,7 +93,7 @@ def test_the_version_is_published_only_when_the_trainer_has_committed() -> None:
     assert (driver.version, driver.in_doubt) == (None, True), "any return of SGLang counts as success"
     assert engine.calls == [
         *(("begin", "target"), ("connect", -1, False), "end"),
-        *(("flush", None), ("begin", "target"), ("update", 7, True), "end"),
+        *(("flush", 0.0), ("begin", "target"), ("update", 7, True), "end"),
     ]
     driver.publish(7)
     assert (driver.version, driver.in_doubt) == (7, False)
@@ -117,8 +117,8 @@ def test_a_refusal_is_an_error_and_leaves_the_engine_in_doubt(answer: Any) -> No
 @pytest.mark.parametrize(
     ("refuses", "said", "calls"),
     [
-        ("begin", "a session is already open", [("flush", None), ("begin", "target"), "end"]),
-        ("end", "no session is open", [("flush", None), ("begin", "target"), ("update", 1, True), "end"]),
+        ("begin", "a session is already open", [("flush", 0.0), ("begin", "target"), "end"]),
+        ("end", "no session is open", [("flush", 0.0), ("begin", "target"), ("update", 1, True), "end"]),
     ],
 )
 def test_a_session_that_sglang_does_not_begin_or_end_is_an_error(
@@ -132,8 +132,8 @@ def test_a_session_that_sglang_does_not_begin_or_end_is_an_error(
     engine.loop.close()
 
 
-@pytest.mark.parametrize(("busy", "asked"), [(0, [None]), (1, [None, 10.0]), (9, [None, 10.0])])
-def test_requests_that_just_ended_are_waited_for(busy: int, asked: list[float | None]) -> None:
+@pytest.mark.parametrize(("busy", "asked"), [(0, [0.0]), (1, [0.0, 10.0]), (9, [0.0, 10.0])])
+def test_requests_that_just_ended_are_waited_for(busy: int, asked: list[float]) -> None:
     """SGLang counts them as running for a moment, and would keep what the old weights cached."""
     engine = FakeEngine(busy=busy)
     SglangDriver(EngineControl(engine), ASKED).update_weights(3)  # the answer tells who still runs
