@@ -17,12 +17,7 @@ if TYPE_CHECKING:
         attach_transformers,
         attach_transformers_disk,
     )
-    from awex_delta.config import RolloutConfig, TrainEngineConfig, resolve
-    from awex_delta.environment import (
-        scrub_worker_environment,
-        settings_from_environment,
-        worker_environment,
-    )
+    from awex_delta.engines.view import EngineTensor, EngineView
     from awex_delta.errors import (
         AwexDeltaError,
         ConfigError,
@@ -32,40 +27,53 @@ if TYPE_CHECKING:
         UpdateAborted,
         UpdateError,
     )
-    from awex_delta.receiver import Receiver
-    from awex_delta.rendezvous import Rendezvous, host_store
-    from awex_delta.runlog.reader import read_run
-    from awex_delta.runlog.writer import RunLog
-    from awex_delta.sender import Sender
-    from awex_delta.targets import Targets, TargetsUpdate
+    from awex_delta.folder.reader import DiskReader
+    from awex_delta.folder.writer import DiskWriter
+    from awex_delta.observe.runlog.reader import read_run
+    from awex_delta.observe.runlog.writer import RunLog
+    from awex_delta.protocol.receiver import Receiver
+    from awex_delta.protocol.rendezvous import Rendezvous, host_store
+    from awex_delta.protocol.sender import Sender
+    from awex_delta.protocol.stats import UpdateStats
+    from awex_delta.protocol.targets import Targets, TargetsUpdate
+    from awex_delta.protocol.verdict import Kind, Reason, Verdict
+    from awex_delta.settings.agreed import DeltaSettings
+    from awex_delta.settings.environment import (
+        scrub_worker_environment,
+        settings_from_environment,
+        worker_environment,
+    )
+    from awex_delta.settings.resolve import RolloutConfig, TrainEngineConfig, resolve
     from awex_delta.trainers.ema import EmaShadow
-    from awex_delta.transports.disk.reader import DiskReader
-    from awex_delta.transports.disk.writer import DiskWriter
-    from awex_delta.types import DeltaSettings, EngineTensor, EngineView, TrainerView, UpdateStats
-    from awex_delta.verdict import Kind, Reason, Verdict
+    from awex_delta.trainers.view import TrainerView
 
 _HOMES = {
     "attach": (
         *("attach_megatron", "attach_megatron_disk"),
         *("attach_transformers", "attach_transformers_disk"),
     ),
-    "config": ("RolloutConfig", "TrainEngineConfig", "resolve"),
-    "environment": ("scrub_worker_environment", "settings_from_environment", "worker_environment"),
+    "engines.view": ("EngineTensor", "EngineView"),
     "errors": (
         *("AwexDeltaError", "ConfigError", "ConnectError"),
         *("LockstepError", "PeerError", "UpdateAborted", "UpdateError"),
     ),
-    "runlog.reader": ("read_run",),
-    "receiver": ("Receiver",),
-    "rendezvous": ("Rendezvous", "host_store"),
-    "runlog.writer": ("RunLog",),
-    "sender": ("Sender",),
-    "targets": ("Targets", "TargetsUpdate"),
-    "transports.disk.reader": ("DiskReader",),
-    "transports.disk.writer": ("DiskWriter",),
+    "folder.reader": ("DiskReader",),
+    "folder.writer": ("DiskWriter",),
+    "observe.runlog.reader": ("read_run",),
+    "observe.runlog.writer": ("RunLog",),
+    "protocol.receiver": ("Receiver",),
+    "protocol.rendezvous": ("Rendezvous", "host_store"),
+    "protocol.sender": ("Sender",),
+    "protocol.stats": ("UpdateStats",),
+    "protocol.targets": ("Targets", "TargetsUpdate"),
+    "protocol.verdict": ("Kind", "Reason", "Verdict"),
+    "settings.agreed": ("DeltaSettings",),
+    "settings.environment": (
+        *("scrub_worker_environment", "settings_from_environment", "worker_environment"),
+    ),
+    "settings.resolve": ("RolloutConfig", "TrainEngineConfig", "resolve"),
     "trainers.ema": ("EmaShadow",),
-    "types": (*("DeltaSettings", "EngineTensor", "EngineView", "TrainerView", "UpdateStats"),),
-    "verdict": ("Kind", "Reason", "Verdict"),
+    "trainers.view": ("TrainerView",),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from awex_delta.errors import ConfigError
-from awex_delta.receiver import Receiver
-from awex_delta.rendezvous import Rendezvous
-from awex_delta.sender import Sender
-from awex_delta.transports.disk.reader import DiskReader
-from awex_delta.transports.disk.writer import DiskWriter
-from awex_delta.types import DeltaSettings
+from awex_delta.folder.reader import DiskReader
+from awex_delta.folder.writer import DiskWriter
+from awex_delta.protocol.receiver import Receiver
+from awex_delta.protocol.rendezvous import Rendezvous
+from awex_delta.protocol.sender import Sender
+from awex_delta.settings.agreed import DeltaSettings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -22,10 +22,10 @@ from pathlib import Path
 
 import torch
 
-from awex_delta.detect import detect_changes
-from awex_delta.detect_snapshot import SnapshotBaseline
-from awex_delta.numerics.adamw import invert, old_weights
-from awex_delta.types import AdamWStep, Detection, OwnedSlice
+from awex_delta.detection.adamw import AdamWStep, invert, old_weights
+from awex_delta.detection.invert import detect_changes
+from awex_delta.detection.slices import Detection, OwnedSlice
+from awex_delta.detection.snapshot import SnapshotBaseline
 from awex_delta.wire.codec import RegionChange
 from awex_delta.wire.registry import CODECS
 from benchmarks.digests import Digests, over_detect

@@ -8,10 +8,10 @@ from typing import Self
 
 import torch
 
-from awex_delta.digest import WORTH_COMPILING, salt_of, sum_at, sum_whole
-from awex_delta.engines.tensors import gather_from, scatter_into
-from awex_delta.types import ChangeSet, Detection, OwnedSlice
+from awex_delta.detection.slices import ChangeSet, Detection, OwnedSlice
+from awex_delta.lines.storages import gather_from, scatter_into
 from awex_delta.wire.codec import RegionChange
+from awex_delta.wire.digest import WORTH_COMPILING, salt_of, sum_at, sum_whole
 from awex_delta.wire.guard import Guard, guard_of, old_digest
 
 

@@ -29,13 +29,14 @@ from typing import Any
 
 import torch
 
-from awex_delta.receiver import Receiver
-from awex_delta.rendezvous import Rendezvous, host_store
-from awex_delta.sender import Sender
+from awex_delta.engines.view import EngineTensor
+from awex_delta.protocol.receiver import Receiver
+from awex_delta.protocol.rendezvous import Rendezvous, host_store
+from awex_delta.protocol.sender import Sender
+from awex_delta.protocol.verdict import Kind
+from awex_delta.settings.agreed import DeltaSettings
 from awex_delta.testing.tiny_models import TinySpec, hf_config
 from awex_delta.trainers.torch_adamw import TorchAdamWTrainer
-from awex_delta.types import DeltaSettings, EngineTensor
-from awex_delta.verdict import Kind
 from benchmarks.temporaries import LargestNew
 
 # A Qwen3 of 113 million parameters.
@@ -156,7 +157,7 @@ class _Follower:
     """A receiver on vLLM's live model."""
 
     def __init__(self, model: torch.nn.Module, port: int) -> None:
-        from awex_delta.engines.vllm import VllmEngine
+        from awex_delta.engines.vllm.adapter import VllmEngine
 
         self.model = model
         self.view = VllmEngine(model)

@@ -26,14 +26,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from awex_delta.engines.fused import FusedEngine, FusedRank
-from awex_delta.receiver import Receiver
-from awex_delta.rendezvous import Rendezvous, host_store
-from awex_delta.sender import Sender
+from awex_delta.protocol.receiver import Receiver
+from awex_delta.protocol.rendezvous import Rendezvous, host_store
+from awex_delta.protocol.sender import Sender
+from awex_delta.protocol.stats import UpdateStats
+from awex_delta.settings.agreed import DeltaSettings
 from awex_delta.testing.collectives import CountTraffic
 from awex_delta.testing.procs import Rank
 from awex_delta.testing.tiny_models import TinySpec, build_trainer, hf_config
 from awex_delta.trainers.megatron import MegatronTrainer
-from awex_delta.types import DeltaSettings, UpdateStats
 from awex_delta.wire.choice import AUTO
 from awex_delta.wire.registry import CODECS
 from benchmarks import live

@@ -26,10 +26,12 @@ from typing import Any
 import torch
 import zstandard
 
-from awex_delta.detect import detect_changes
-from awex_delta.engines.tensors import gather_from
+from awex_delta.detection.adamw import AdamWStep
+from awex_delta.detection.invert import detect_changes
+from awex_delta.detection.slices import OwnedSlice
+from awex_delta.lines.storages import gather_from
+from awex_delta.settings.agreed import DeltaSettings
 from awex_delta.testing.procs import Rank, run_ranks
-from awex_delta.types import AdamWStep, DeltaSettings, OwnedSlice
 from awex_delta.wire.codec import Codec, Context, RegionChange, settle
 from awex_delta.wire.frame import FrameIdentity, pack_frame, unpack_bucket
 from awex_delta.wire.registry import CODECS

@@ -12,14 +12,14 @@ from typing import Annotated
 
 import typer
 
-from awex_delta.cli.demo_plan import (
+from awex_delta.cli.output import JsonOption, print_json, stdout_kept
+from awex_delta.demo.scenario import (
     DemoPlan,
     check_plan,
     choose_fault,
     choose_models,
     parse_layout,
 )
-from awex_delta.cli.output import JsonOption, print_json, stdout_kept
 from awex_delta.errors import ConfigError
 
 app = typer.Typer(add_completion=False)
@@ -87,10 +87,10 @@ def demo(
 def _run(plans: list[DemoPlan], *, as_json: bool) -> int:
     """Import what is heavy only now, while the fork server imports what is heavier."""
     with stdout_kept(as_json), tempfile.TemporaryDirectory(prefix="awex-delta-demo-") as folder:
-        importlib.import_module("awex_delta.cli.demo_fleet").warm_up()
-        finished = importlib.import_module("awex_delta.cli.demo_show").run_all(plans, Path(folder))
+        importlib.import_module("awex_delta.demo.fleet").warm_up()
+        finished = importlib.import_module("awex_delta.demo.show").run_all(plans, Path(folder))
     if as_json:
-        print_json(importlib.import_module("awex_delta.cli.demo_report").as_data(finished))
+        print_json(importlib.import_module("awex_delta.demo.record").as_data(finished))
     return 0 if all(run.result.passed for run in finished) else 1
 
 

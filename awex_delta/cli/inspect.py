@@ -12,8 +12,8 @@ from rich.table import Table
 
 from awex_delta.cli.output import JsonOption, print_json, stdout_kept
 from awex_delta.errors import AwexDeltaError
-from awex_delta.transports.disk.folder import Folder
-from awex_delta.transports.disk.survey import Survey, VersionState, survey
+from awex_delta.folder.folder import Folder
+from awex_delta.folder.survey import Survey, VersionState, survey
 
 app = typer.Typer(add_completion=False)
 

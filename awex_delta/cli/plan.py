@@ -13,10 +13,10 @@ from rich.console import Console
 from rich.table import Table
 
 from awex_delta.cli.output import JsonOption, print_json, stdout_kept
-from awex_delta.config import RolloutConfig, TrainEngineConfig
 from awex_delta.errors import ConfigError
 from awex_delta.presets.files import ModelShape, find_preset, read_preset
 from awex_delta.presets.forecast import SHARES, Memory, RunPlan, plan_run
+from awex_delta.settings.resolve import RolloutConfig, TrainEngineConfig
 
 app = typer.Typer(add_completion=False)
 

@@ -12,8 +12,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 
 from awex_delta.cli.output import JsonOption, print_json, stdout_kept
 from awex_delta.errors import AwexDeltaError, ConfigError
-from awex_delta.transports.disk import pull as pulling
-from awex_delta.transports.disk.folder import Folder
+from awex_delta.folder import pull as pulling
+from awex_delta.folder.folder import Folder
 
 app = typer.Typer(add_completion=False)
 

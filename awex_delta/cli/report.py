@@ -44,13 +44,13 @@ def report(
 def _draw(run: Path, output: Path) -> dict[str, Any]:
     """Write the page; its summary."""
     try:
-        page = importlib.import_module("awex_delta.report.page")
+        page = importlib.import_module("awex_delta.observe.report.page")
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "matplotlib":
             raise
         _refuse("the pictures need matplotlib: pip install 'awex-delta[report]'")
     try:
-        history = importlib.import_module("awex_delta.runlog.reader").read_run(run)
+        history = importlib.import_module("awex_delta.observe.runlog.reader").read_run(run)
     except ConfigError as error:
         _refuse(str(error))
     with Console(stderr=True).status(f"Drawing {len(history.updates)} updates"):

@@ -65,7 +65,7 @@ def verify(
 def _open(argument: str, path: Path) -> Any:
     """A checkpoint; a refusal says which argument it is about."""
     try:
-        return importlib.import_module("awex_delta.compare.checkpoints").Checkpoint(path)
+        return importlib.import_module("awex_delta.observe.compare.checkpoints").Checkpoint(path)
     except ConfigError as error:
         raise ConfigError(f"{argument}: {error}") from error
 
@@ -80,7 +80,7 @@ def _open_engine(engine: list[str], token_file: Path | None) -> Any:
         return _open("ENGINE", Path(engine[0]))
     if len(digests) < len(engine):
         raise ConfigError(f"ENGINE is {' '.join(engine)}: give either a checkpoint or digests, not both")
-    module = importlib.import_module("awex_delta.compare.engine_digests")
+    module = importlib.import_module("awex_delta.observe.compare.engine_digests")
     token = None if token_file is None else _read_token(token_file)
     return module.DigestedState({ref: _read(ref, token) for ref in digests})
 
@@ -123,7 +123,7 @@ def _ask(url: str, token: str | None) -> bytes:
 
 
 def _compare(left: Any, right: Any, console: Console) -> list[Any]:
-    compare = importlib.import_module("awex_delta.compare.tensors").compare
+    compare = importlib.import_module("awex_delta.observe.compare.tensors").compare
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeRemainingColumn())
     total = sum(entry.numel for entry in left.entries.values())
     results = []

@@ -24,9 +24,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from awex_delta.engines.tensors import part, require_aliases
+from awex_delta.engines.view import EngineTensor, part, require_aliases
 from awex_delta.errors import LayoutError
-from awex_delta.types import EngineTensor
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

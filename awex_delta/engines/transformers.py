@@ -8,9 +8,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from awex_delta.engines.tensors import part, require_aliases
+from awex_delta.engines.view import EngineTensor, part, require_aliases
 from awex_delta.errors import LayoutError
-from awex_delta.types import EngineTensor
 
 # How transformers describes fused experts stored as [experts, out, in], gate rows before up rows.
 _PLAIN_EXPERTS = {"has_gate": True, "has_bias": False, "is_transposed": False, "is_concatenated": True}

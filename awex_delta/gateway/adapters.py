@@ -10,16 +10,18 @@ from typing import Any
 import torch
 
 from awex_delta.attach import attach_transformers
-from awex_delta.engines.sglang_driver import EngineControl, SglangDriver
-from awex_delta.engines.sglang_loader import Instruction
-from awex_delta.engines.vllm_async import AsyncControl
-from awex_delta.engines.vllm_driver import OfflineControl, VllmDriver
+from awex_delta.engines.sglang.driver import EngineControl, SglangDriver
+from awex_delta.engines.sglang.loader import Instruction
+from awex_delta.engines.view import EngineView
+from awex_delta.engines.vllm.async_control import AsyncControl
+from awex_delta.engines.vllm.driver import OfflineControl, VllmDriver
 from awex_delta.errors import ConfigError, UnsupportedError
 from awex_delta.gateway.sides import End, Order, ReceiverEnd, SenderEnd, SglangEnd, Side, VllmEnd
-from awex_delta.receiver import Receiver
-from awex_delta.sender import Sender
+from awex_delta.protocol.receiver import Receiver
+from awex_delta.protocol.sender import Sender
+from awex_delta.settings.agreed import DeltaSettings
 from awex_delta.trainers.torch_adamw import TorchAdamWTrainer
-from awex_delta.types import DeltaSettings, EngineView, SharedTrainerView, TrainerView
+from awex_delta.trainers.view import SharedTrainerView, TrainerView
 
 _TRAINERS = (
     "Megatron's model chunks with its optimizer and an hf_config, a torch module or a mapping of tensors "

@@ -13,7 +13,6 @@ from fastapi import APIRouter, FastAPI, Path
 from fastapi.responses import PlainTextResponse
 
 from awex_delta._version import __version__
-from awex_delta.config import resolve
 from awex_delta.errors import ConfigError
 from awex_delta.gateway.client import Sides
 from awex_delta.gateway.guard import (
@@ -40,6 +39,7 @@ from awex_delta.gateway.models import (
 from awex_delta.gateway.pairs import Means, Pair
 from awex_delta.gateway.states import PairState
 from awex_delta.gateway.token import check_token
+from awex_delta.settings.resolve import resolve
 
 MAX_PAIRS = 256
 """How many pairs a gateway knows. Of those that are disconnected it forgets the oldest for a new one."""

@@ -18,8 +18,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from awex_delta.compare.engine_digests import DigestFile, digests_of
-from awex_delta.config import resolve
 from awex_delta.errors import AwexDeltaError, ConfigError
 from awex_delta.gateway.guard import Rejection
 from awex_delta.gateway.models import Problem
@@ -35,7 +33,9 @@ from awex_delta.gateway.side_models import (
     SideUpdate,
 )
 from awex_delta.gateway.sides import End, Order, Side
-from awex_delta.rendezvous import Rendezvous
+from awex_delta.observe.compare.engine_digests import DigestFile, digests_of
+from awex_delta.protocol.rendezvous import Rendezvous
+from awex_delta.settings.resolve import resolve
 
 logger = logging.getLogger(__name__)
 

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 
 from torch._C._distributed_c10d import TCPStore
 
-from awex_delta.config import resolve
 from awex_delta.gateway.models import ConnectRequest
 from awex_delta.gateway.side_models import Attempt, Meeting, SideConnect, SideState
-from awex_delta.rendezvous import host_store
+from awex_delta.protocol.rendezvous import host_store
+from awex_delta.settings.resolve import resolve
 
 
 class Meeter:

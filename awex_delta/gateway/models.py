@@ -17,7 +17,7 @@ from pydantic import (
 )
 
 from awex_delta.gateway.states import PairState
-from awex_delta.schema import RolloutConfig, TrainEngineConfig
+from awex_delta.settings.schema import RolloutConfig, TrainEngineConfig
 
 MAX_BODY_BYTES = 1 << 18
 """The longest body of a request; a pair of a thousand URLs needs less."""

@@ -13,7 +13,6 @@ from functools import partial
 from typing import NoReturn, TypeVar
 from weakref import WeakValueDictionary
 
-from awex_delta.config import resolve
 from awex_delta.errors import ConfigError
 from awex_delta.gateway.answers import (
     SidesFailed,
@@ -40,7 +39,8 @@ from awex_delta.gateway.side_models import (
     Verb,
 )
 from awex_delta.gateway.states import Admission, Event, PairState, Refused, admit_update, transition
-from awex_delta.types import DeltaSettings
+from awex_delta.settings.agreed import DeltaSettings
+from awex_delta.settings.resolve import resolve
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from fastapi import APIRouter, FastAPI
 
-from awex_delta.compare.engine_digests import DigestFile
 from awex_delta.gateway.adapters import engine_side, trainer_side
 from awex_delta.gateway.guard import SHOWN_IN_THE_DOCUMENTATION, guarded, open_routes, problems
 from awex_delta.gateway.host import SideHost, to_its_end
@@ -23,6 +22,7 @@ from awex_delta.gateway.side_models import (
     SideUpdate,
 )
 from awex_delta.gateway.sides import Side
+from awex_delta.observe.compare.engine_digests import DigestFile
 
 
 def trainer_router(

@@ -20,8 +20,8 @@ from awex_delta.gateway.models import (
     Version,
     Word,
 )
-from awex_delta.types import UpdateStats
-from awex_delta.verdict import Reason
+from awex_delta.protocol.stats import UpdateStats
+from awex_delta.protocol.verdict import Reason
 
 Verb = Literal["connect", "update_weights", "publish", "disconnect"]
 

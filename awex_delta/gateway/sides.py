@@ -7,12 +7,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from awex_delta.engines.sglang_driver import SglangDriver
-from awex_delta.engines.vllm_driver import VllmDriver, init_info
-from awex_delta.receiver import Receiver
-from awex_delta.rendezvous import Rendezvous
-from awex_delta.sender import Sender
-from awex_delta.types import DeltaSettings, EngineView, UpdateStats
+from awex_delta.engines.sglang.driver import SglangDriver
+from awex_delta.engines.view import EngineView
+from awex_delta.engines.vllm.driver import VllmDriver, init_info
+from awex_delta.protocol.receiver import Receiver
+from awex_delta.protocol.rendezvous import Rendezvous
+from awex_delta.protocol.sender import Sender
+from awex_delta.protocol.stats import UpdateStats
+from awex_delta.settings.agreed import DeltaSettings
 
 Role = Literal["trainer", "engine"]
 

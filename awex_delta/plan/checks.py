@@ -10,7 +10,7 @@ from itertools import pairwise
 from awex.transfer.transfer_plan import CommunicationOperation
 
 from awex_delta.errors import LayoutError, OwnershipError
-from awex_delta.plan.specs import EngineSpec, OutputSpec, TensorSpec, TrainerSpec, World
+from awex_delta.plan.describe import EngineSpec, OutputSpec, TensorSpec, TrainerSpec, World
 
 VOCAB_TENSORS = ("model.embed_tokens.weight", "lm_head.weight")
 TIED_HEAD = "lm_head.weight"

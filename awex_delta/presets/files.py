@@ -11,7 +11,7 @@ import yaml
 from pydantic import Field, ValidationInfo, field_validator
 
 from awex_delta.errors import ConfigError
-from awex_delta.schema import Section
+from awex_delta.settings.schema import Section
 
 
 class _Loader(yaml.SafeLoader):

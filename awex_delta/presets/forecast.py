@@ -10,13 +10,13 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from awex_delta.allocation import Allocation, Parallelism
-from awex_delta.config import ResolvedDelta, Topology, resolve
-from awex_delta.environment import worker_environment
 from awex_delta.errors import ConfigError
 from awex_delta.presets.files import ModelShape
-from awex_delta.schema import RolloutConfig, TrainEngineConfig
-from awex_delta.types import DeltaSettings
+from awex_delta.settings.agreed import DeltaSettings
+from awex_delta.settings.allocation import Allocation, Parallelism
+from awex_delta.settings.environment import worker_environment
+from awex_delta.settings.resolve import ResolvedDelta, Topology, resolve
+from awex_delta.settings.schema import RolloutConfig, TrainEngineConfig
 
 SHARES = (0.005, 0.01, 0.03)
 """Shares of changed elements for which a plan says the bytes."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from awex_delta.types import EngineTensor
+from awex_delta.engines.view import EngineTensor
 
 
 class DictEngine:

@@ -12,7 +12,7 @@ from typing import Literal
 
 import torch
 
-from awex_delta.types import AdamWStep
+from awex_delta.detection.adamw import AdamWStep
 
 _NORMAL_MIN = 2.0**-126
 

@@ -8,14 +8,16 @@ from dataclasses import dataclass
 import torch
 from torch._C._distributed_c10d import HashStore
 
-from awex_delta.receiver import Receiver
-from awex_delta.rendezvous import Rendezvous
-from awex_delta.sender import Sender
+from awex_delta.protocol.receiver import Receiver
+from awex_delta.protocol.rendezvous import Rendezvous
+from awex_delta.protocol.sender import Sender
+from awex_delta.protocol.stats import UpdateStats
+from awex_delta.settings.agreed import DeltaSettings
 from awex_delta.testing.dict_engine import DictEngine
 from awex_delta.testing.faults import FaultPlan
 from awex_delta.testing.ranks import ThreadRanks, results
 from awex_delta.trainers.torch_adamw import TorchAdamWTrainer
-from awex_delta.types import DeltaSettings, TrainerView, UpdateStats
+from awex_delta.trainers.view import TrainerView
 
 Outcome = UpdateStats | BaseException
 

@@ -25,8 +25,8 @@ _PRELOAD = (
     __name__,
     "awex_delta.testing.tiny_models",
     "awex_delta.trainers.megatron",
-    "awex_delta.sender",
-    "awex_delta.receiver",
+    "awex_delta.protocol.sender",
+    "awex_delta.protocol.receiver",
     "awex_delta.engines.fused",
     "awex_delta.engines.transformers",
 )

@@ -127,7 +127,7 @@ def start(
     initialize_dp_attention(args)
 
 
-LOADER = "awex_delta.engines.sglang_loader.load"
+LOADER = "awex_delta.engines.sglang.loader.load"
 """What a server names in `--custom-weight-loader`, and a request in `load_format`."""
 
 

@@ -9,17 +9,11 @@ from dataclasses import replace
 
 import torch
 
+from awex_delta.detection.slices import ChangeSet, Detection, OwnedSlice
 from awex_delta.errors import AwexDeltaError, ConfigError, UnsupportedError
-from awex_delta.numerics.ulp import add_codes, round_to_bf16, step_code
-from awex_delta.types import (
-    ChangeSet,
-    Detection,
-    GatheringTrainerView,
-    OwnedSlice,
-    TrainerLayout,
-    WeightInfo,
-)
-from awex_delta.verdict import Reason
+from awex_delta.lines.bits import add_codes, round_to_bf16, step_code
+from awex_delta.protocol.verdict import Reason
+from awex_delta.trainers.view import GatheringTrainerView, TrainerLayout, WeightInfo
 
 _PIECE = 1 << 20
 

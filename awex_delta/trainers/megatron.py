@@ -13,8 +13,12 @@ from awex.models.registry import get_train_weights_converter
 from awex.sharding.rank_info import RankInfo
 from megatron.core.distributed import DistributedDataParallel
 
+from awex_delta.detection.baselines import Baselines
+from awex_delta.detection.optimizers import moment, step_counts
+from awex_delta.detection.slices import Detection, OwnedSlice, param_key
 from awex_delta.errors import UnsupportedError
-from awex_delta.trainers.baselines import Baselines
+from awex_delta.protocol.verdict import Reason
+from awex_delta.settings.agreed import DeltaSettings
 from awex_delta.trainers.megatron_layout import (
     Part,
     Shard,
@@ -25,9 +29,7 @@ from awex_delta.trainers.megatron_layout import (
     rank_info,
     router_biases,
 )
-from awex_delta.trainers.optimizers import moment, step_counts
-from awex_delta.types import DeltaSettings, Detection, OwnedSlice, TrainerLayout, WeightInfo, param_key
-from awex_delta.verdict import Reason
+from awex_delta.trainers.view import TrainerLayout, WeightInfo
 
 _EMBEDDING = "model.embed_tokens.weight"
 _LM_HEAD = "lm_head.weight"

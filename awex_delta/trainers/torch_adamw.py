@@ -13,11 +13,13 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
+from awex_delta.detection.baselines import Baselines
+from awex_delta.detection.optimizers import moment, step_counts
+from awex_delta.detection.slices import Detection, OwnedSlice, param_key
 from awex_delta.errors import UnsupportedError
-from awex_delta.trainers.baselines import Baselines
-from awex_delta.trainers.optimizers import moment, step_counts
-from awex_delta.types import DeltaSettings, Detection, OwnedSlice, TrainerLayout, WeightInfo, param_key
-from awex_delta.verdict import Reason
+from awex_delta.protocol.verdict import Reason
+from awex_delta.settings.agreed import DeltaSettings
+from awex_delta.trainers.view import TrainerLayout, WeightInfo
 
 _EMBEDDING = "model.embed_tokens.weight"
 _LM_HEAD = "lm_head.weight"

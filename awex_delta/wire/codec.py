@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 
 from awex_delta.errors import CorruptFrameError
-from awex_delta.numerics.ulp import UNSTATED, apply_code
+from awex_delta.lines.bits import UNSTATED, apply_code
 
 INT64_BYTES = 8
 

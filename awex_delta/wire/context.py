@@ -31,7 +31,7 @@ import torch
 from numpy.typing import NDArray
 
 from awex_delta.errors import CorruptFrameError, WireError
-from awex_delta.numerics.ulp import UNSTATED
+from awex_delta.lines.bits import UNSTATED
 from awex_delta.wire.classes import MAX_SHIFT, NUM_CLASSES, Classes, group_limit, load_loops, read_classes
 from awex_delta.wire.codec import Context, RegionChange, body_room, check_counts
 from awex_delta.wire.finder import Finder

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 
 from awex_delta.errors import CorruptFrameError
-from awex_delta.numerics.ulp import UNSTATED
+from awex_delta.lines.bits import UNSTATED
 from awex_delta.wire.codec import Context, RegionChange, body_room, check_counts
 from awex_delta.wire.pieces import pieces, places_of, slices
 from awex_delta.wire.steps import ESCAPE, read_steps, step_limits, step_streams

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 
 import torch
 
-from awex_delta.digest import sum_at
 from awex_delta.errors import CorruptFrameError
-from awex_delta.numerics.ulp import UNSTATED, apply_code
+from awex_delta.lines.bits import UNSTATED, apply_code
 from awex_delta.wire.codec import Codec, RegionChange, as_bytes, padding
+from awex_delta.wire.digest import sum_at
 
 # Changes at a time: so much torch does on one thread of a CPU, and waits for no other; a GPU takes more.
 _PIECE, _DEVICE_PIECE = 1 << 15, 1 << 20
@@ -94,7 +94,7 @@ def guard_of(changes: Sequence[RegionChange], *, compiled: bool = False) -> Guar
 
     Args:
         changes: one entry a window, as they are packed; bf16, with codes where they are sparse.
-        compiled: see `awex_delta.digest`.
+        compiled: see `awex_delta.wire.digest`.
 
     Collective: no.
     """
@@ -129,7 +129,7 @@ def old_digest(
         old: gives the old bf16 values of a range of changes, on the device of `index`.
         stated: gives bool on that device: the changes that count.
         start: of the window, among those positions.
-        compiled: see `awex_delta.digest`.
+        compiled: see `awex_delta.wire.digest`.
 
     Returns:
         int64 scalar.

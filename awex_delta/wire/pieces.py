@@ -9,7 +9,7 @@ from itertools import accumulate
 import numpy as np
 import torch
 
-from awex_delta.numerics.ulp import UNSTATED
+from awex_delta.lines.bits import UNSTATED
 from awex_delta.wire.codec import RegionChange
 
 PIECE = 1 << 16

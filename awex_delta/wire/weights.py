@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from awex_delta.numerics.ulp import UNSTATED
+from awex_delta.lines.bits import UNSTATED
 from awex_delta.wire.codec import Context, RegionChange
 from awex_delta.wire.pieces import pieces
 

@@ -26,8 +26,8 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
-from awex_delta.allocation import TRAINER_BACKENDS, Allocation, parse_allocation
 from awex_delta.engines.transformers import TransformersEngine
+from awex_delta.settings.allocation import TRAINER_BACKENDS, Allocation, parse_allocation
 from awex_delta.testing import megatron_cpu
 from examples.gsm8k_grpo.hf_weights import Weights, checkpoint_weights, load_into
 from examples.gsm8k_grpo.settings import ModelConfig, OptimizerConfig, Settings

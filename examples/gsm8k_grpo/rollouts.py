@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
 from awex_delta import DeltaSettings, Rendezvous
-from awex_delta.allocation import ENGINE_BACKENDS, Parallelism, parse_allocation
+from awex_delta.settings.allocation import ENGINE_BACKENDS, Parallelism, parse_allocation
 from examples.gsm8k_grpo.settings import Settings
 
 Tokens = list[int]

@@ -1,7 +1,7 @@
 """Completions from a running SGLang server, started with our weight loader.
 
     python -m sglang.launch_server --model-path MODEL --tp 4 --skip-tokenizer-init \
-        --custom-weight-loader awex_delta.engines.sglang_loader.load
+        --custom-weight-loader awex_delta.engines.sglang.loader.load
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import requests
 import torch
 
 from awex_delta import ConfigError, UpdateError
-from awex_delta.engines.sglang_driver import SglangDriver
-from awex_delta.engines.sglang_loader import LOAD_FORMAT, Instruction
+from awex_delta.engines.sglang.driver import SglangDriver
+from awex_delta.engines.sglang.loader import LOAD_FORMAT, Instruction
 from examples.gsm8k_grpo.rollouts import Place, Request, RolloutEngine, Tokens
 from examples.gsm8k_grpo.settings import Settings
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from awex_delta import ConfigError
-from awex_delta.engines.vllm_driver import OfflineControl, VllmDriver, init_info
+from awex_delta.engines.vllm.driver import OfflineControl, VllmDriver, init_info
 from examples.gsm8k_grpo.policy import hf_config
 from examples.gsm8k_grpo.rollouts import EngineProcess, Place, Request, RolloutEngine, Tokens
 from examples.gsm8k_grpo.settings import Settings

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from awex_delta import ConfigError, RolloutConfig, TrainEngineConfig
 from awex_delta.presets.files import ModelShape, find_preset, read_preset
-from awex_delta.schema import Section
+from awex_delta.settings.schema import Section
 
 FOLDER = Path(__file__).parent
 

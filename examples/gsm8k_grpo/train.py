@@ -33,9 +33,9 @@ from awex_delta import (
     host_store,
     resolve,
 )
-from awex_delta.allocation import ENGINE_BACKENDS, TRAINER_BACKENDS, parse_allocation
 from awex_delta.cli.plan import plan_preset
 from awex_delta.cli.plan import show as show_plan
+from awex_delta.settings.allocation import ENGINE_BACKENDS, TRAINER_BACKENDS, parse_allocation
 from examples.gsm8k_grpo.policy import GPU, Batch, Loss, Policy, build_policy
 from examples.gsm8k_grpo.problems import (
     HubTokenizer,

@@ -12,7 +12,7 @@ import torch
 
 import awex_delta
 from awex_delta import errors
-from awex_delta.verdict import Reason
+from awex_delta.protocol.verdict import Reason
 from awex_delta.wire.codec import RegionChange
 from awex_delta.wire.frame import FrameIdentity, pack_frame
 from awex_delta.wire.guard import Guard

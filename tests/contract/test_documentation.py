@@ -17,8 +17,8 @@ import yaml
 
 from awex_delta import errors
 from awex_delta._version import __version__
-from awex_delta.config import RolloutConfig, TrainEngineConfig, resolve
-from awex_delta.environment import worker_environment
+from awex_delta.settings.environment import worker_environment
+from awex_delta.settings.resolve import RolloutConfig, TrainEngineConfig, resolve
 from scripts.configuration_page import page
 from tests.contract.sources import (
     PACKAGE,
@@ -174,7 +174,7 @@ def test_the_example_on_the_configuration_page_resolves() -> None:
 
 
 def test_the_configuration_page_lists_every_variable() -> None:
-    source = (ROOT / "awex_delta" / "environment.py").read_text(encoding="utf-8")
+    source = (ROOT / "awex_delta" / "settings" / "environment.py").read_text(encoding="utf-8")
     assert set(re.findall(r"^\| `(DTE_\w+)`", page(), re.MULTILINE)) == set(
         re.findall(r'"(DTE_\w+)"', source)
     )

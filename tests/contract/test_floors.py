@@ -28,48 +28,32 @@ MAX_NESTING = 4
 FLOORS = {
     "errors": 0,
     "_version": 0,
-    "digest": 1,
-    "verdict": 0,
-    "types": 0,
-    "allocation": 0,
-    "schema": 0,
-    "config": 0,
-    "environment": 0,
-    "presets": 1,
-    "numerics": 1,
+    "protocol.verdict": 0,
+    "settings": 0,
+    "lines": 1,
     "wire": 1,
+    "detection": 2,
+    "trainers.view": 2,
+    "engines.view": 2,
     "plan": 2,
-    "rendezvous": 2,
-    "store": 2,
-    "comm": 2,
-    "engines.tensors": 3,  # reading and writing views of live weights, which the receiver needs
-    "detect": 3,
-    "detect_snapshot": 3,
-    "convert": 3,
-    "routes": 3,
-    "compare": 3,
-    "runlog": 3,
-    "report": 4,
-    "session": 4,
-    "trainer_end": 4,
-    "verify": 4,
-    "pipeline": 4,
-    "staging": 4,
-    "sender": 4,
-    "receiver": 4,
+    "presets": 2,
+    "conversion": 3,
+    "observe": 4,
+    "protocol": 4,
     "trainers": 5,
     "engines": 5,
-    "transports": 5,
-    "targets": 5,
+    "folder": 5,
     "attach": 6,
     "gateway": 6,
     "": 6,  # the package itself re-exports public names
     "testing": 7,  # public fakes of what stands below
-    "cli": 8,  # the demo runs on those fakes
+    "demo": 8,  # runs on those fakes
+    "cli": 9,
 }
 # `attach` offers adapters of frameworks that may not all be installed.
-LATE_IMPORTS_ALLOWED = ("trainers", "engines", "testing", "cli", "attach", "gateway.adapters")
-PURE = ("numerics", "wire", "plan")
+LATE_IMPORTS_ALLOWED = ("trainers", "engines", "testing", "demo", "cli", "attach", "gateway.adapters")
+PURE = ("lines", "wire", "plan", "detection.adamw")
+COMPILING = ("wire.digest",)  # warns where no compiler works
 IMPURE_MODULES = (
     "asyncio",
     "datetime",
@@ -84,8 +68,8 @@ IMPURE_MODULES = (
 
 # Who may use what. `trainers.megatron_layout` is the part of the adapter that reads Megatron's layout.
 MEGATRON_USERS = ("trainers.megatron", "trainers.megatron_layout", "testing")
-DISTRIBUTED_USERS = ("comm", *MEGATRON_USERS)
-ENVIRONMENT_USERS = ("environment", "testing")
+DISTRIBUTED_USERS = ("protocol.comm", *MEGATRON_USERS)
+ENVIRONMENT_USERS = ("settings.environment", "testing")
 ENVIRONMENT_NAMES = ("os.environ", "os.environb", "os.getenv", "os.putenv", "os.unsetenv")
 
 PACKAGE_SOURCES = package_sources()
@@ -207,7 +191,9 @@ def test_foreign_powers_stay_in_their_place(names: tuple[str, ...], allowed: tup
 
 @pytest.mark.parametrize("source", [s for s in PACKAGE_SOURCES if within(s.inner, PURE)], ids=str)
 def test_pure_modules_have_no_clock_log_or_environment(source: Source) -> None:
-    assert list(uses(source, *IMPURE_MODULES, "torch.cuda.synchronize")) == []
+    allowed = {"logging", "subprocess"} if within(source.inner, COMPILING) else set()
+    names = [name for name in IMPURE_MODULES if name not in allowed]
+    assert list(uses(source, *names, "torch.cuda.synchronize")) == []
 
 
 @pytest.mark.parametrize("source", PACKAGE_SOURCES, ids=str)

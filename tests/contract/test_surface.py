@@ -11,7 +11,7 @@ import pytest
 from pydantic import BaseModel
 
 import awex_delta
-from awex_delta.config import RolloutConfig, SchedulingStrategy, TrainEngineConfig
+from awex_delta.settings.resolve import RolloutConfig, SchedulingStrategy, TrainEngineConfig
 from tests.contract.sources import PACKAGE, ROOT, Source, package_sources
 
 PUBLIC_NAMES = {
@@ -61,14 +61,14 @@ OPTIONAL_PACKAGES = (
     *("fastapi", "httpx", "prometheus_client", "uvicorn"),
 )
 NEED_AN_OPTIONAL_PACKAGE = (
-    "awex_delta.engines.sglang",
-    "awex_delta.engines.vllm",
-    "awex_delta.engines.vllm_backend",
-    "awex_delta.engines.vllm_proof",
+    "awex_delta.engines.sglang.adapter",
+    "awex_delta.engines.vllm.adapter",
+    "awex_delta.engines.vllm.backend",
+    "awex_delta.engines.vllm.proof",
     "awex_delta.gateway",
-    "awex_delta.report.figures",
-    "awex_delta.report.page",
-    "awex_delta.report.svg",
+    "awex_delta.observe.report.figures",
+    "awex_delta.observe.report.page",
+    "awex_delta.observe.report.svg",
     "awex_delta.wire.walk",
 )
 

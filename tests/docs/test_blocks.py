@@ -15,7 +15,7 @@ import typer
 import yaml
 
 from awex_delta.cli.main import app
-from awex_delta.config import RolloutConfig, TrainEngineConfig, resolve
+from awex_delta.settings.resolve import RolloutConfig, TrainEngineConfig, resolve
 from tests.docs.blocks import ROOT, Block, blocks_of, pages
 
 BLOCKS = [block for path in pages() for block in blocks_of(path)]

@@ -30,13 +30,13 @@ from awex_delta import (
     read_run,
     resolve,
 )
-from awex_delta.engines.sglang_driver import EngineControl
-from awex_delta.engines.sglang_loader import LOAD_FORMAT
+from awex_delta.engines.sglang.driver import EngineControl
+from awex_delta.engines.sglang.loader import LOAD_FORMAT
 from awex_delta.gateway import read_token
+from awex_delta.protocol.stats import PartCount
+from awex_delta.protocol.verdict import Kind, Reason, Verdict
 from awex_delta.testing.procs import Rank, run_ranks
 from awex_delta.testing.tiny_models import TinySpec, build_trainer, hf_config
-from awex_delta.types import PartCount
-from awex_delta.verdict import Kind, Reason, Verdict
 from tests.docs.blocks import ROOT, blocks_of, pages, python_blocks
 from tests.procs.ports import hold_port, number_of
 from tests.unit.test_sglang_driver import FakeEngine

@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from awex_delta.rendezvous import Rendezvous, host_store
-from awex_delta.sender import Sender
+from awex_delta.protocol.rendezvous import Rendezvous, host_store
+from awex_delta.protocol.sender import Sender
+from awex_delta.settings.agreed import DeltaSettings
 from awex_delta.trainers.torch_adamw import TorchAdamWTrainer
-from awex_delta.types import DeltaSettings
 
 SETTINGS = DeltaSettings(anchor_interval=3, timeout_seconds=120, connect_timeout_seconds=300)
 KINDS = ["full", "delta", "delta", "delta", "full", "delta"]

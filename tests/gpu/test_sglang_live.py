@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from awex_delta.engines.sglang_driver import EngineControl, SglangDriver
-from awex_delta.engines.sglang_loader import LOAD_FORMAT, Instruction
+from awex_delta.engines.sglang.driver import EngineControl, SglangDriver
+from awex_delta.engines.sglang.loader import LOAD_FORMAT, Instruction
 from awex_delta.testing.sglang_cpu import sglang_found
 from tests.gpu.live_training import KINDS, SETTINGS, training, write_first
 

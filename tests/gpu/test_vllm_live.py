@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from awex_delta.engines.vllm_driver import OfflineControl, VllmDriver, init_info
+from awex_delta.engines.vllm.driver import OfflineControl, VllmDriver, init_info
 from tests.gpu.live_training import KINDS, SETTINGS, training, write_first
 
 pytestmark = [

@@ -16,10 +16,11 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from awex_delta.detect import detect_changes
-from awex_delta.numerics.ulp import UNSTATED, apply_code
+from awex_delta.detection.adamw import AdamWStep
+from awex_delta.detection.invert import detect_changes
+from awex_delta.detection.slices import ChangeSet, OwnedSlice
+from awex_delta.lines.bits import UNSTATED, apply_code
 from awex_delta.testing.kernels import KernelForm, adamw_kernel_step
-from awex_delta.types import AdamWStep, ChangeSet, OwnedSlice
 
 ROW = 1 << 19
 TORCH_FORMS = ("single", "foreach", "fused")

@@ -17,8 +17,8 @@ from awex_delta.testing import sglang_cpu
 # Here, since the processes that SGLang starts import this module, too.
 sglang_cpu.install_engine()
 
-from awex_delta.engines.sglang_driver import EngineControl, SglangDriver  # noqa: E402
-from awex_delta.engines.sglang_loader import LOAD_FORMAT, Instruction  # noqa: E402
+from awex_delta.engines.sglang.driver import EngineControl, SglangDriver  # noqa: E402
+from awex_delta.engines.sglang.loader import LOAD_FORMAT, Instruction  # noqa: E402
 from tests.procs.vllm_members import NUM_TOKENS, PROMPTS, SETTINGS, Answers  # noqa: E402
 
 

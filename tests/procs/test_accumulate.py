@@ -8,11 +8,12 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from awex_delta.numerics.ulp import UNSTATED
+from awex_delta.lines.bits import UNSTATED
+from awex_delta.protocol.verdict import Reason
+from awex_delta.settings.agreed import DeltaSettings
 from awex_delta.testing.procs import Rank, run_ranks
 from awex_delta.testing.tiny_models import TinySpec
-from awex_delta.types import DeltaSettings, WeightInfo
-from awex_delta.verdict import Reason
+from awex_delta.trainers.view import WeightInfo
 from tests.procs.test_megatron_trainer import bits, decaying, start
 
 pytestmark = pytest.mark.timeout(120)

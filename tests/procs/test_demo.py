@@ -20,8 +20,8 @@ import pytest
 from typer.testing import CliRunner
 
 import awex_delta
-from awex_delta.cli.demo_fleet import warm_up
 from awex_delta.cli.main import app
+from awex_delta.demo.fleet import warm_up
 
 ROOT = Path(awex_delta.__file__).parents[1]
 # A shell that starts pytest in the background has its processes ignore SIGINT, and they would hand that on.
@@ -33,8 +33,8 @@ app()
 """
 # Pretends that the judge found an engine wrong at version 2.
 RUN_WITH_A_DIFFERENCE = """
-from awex_delta.cli import demo_run
-from awex_delta.cli.demo_oracle import Difference
+from awex_delta.demo import run as demo_run
+from awex_delta.demo.oracle import Difference
 judged = []
 def engine_differences(plan, truth, dumps):
     judged.append(1)

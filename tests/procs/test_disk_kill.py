@@ -16,12 +16,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from awex_delta.rendezvous import Rendezvous
-from awex_delta.transports.disk.chain import Catalogue
-from awex_delta.transports.disk.folder import INDEX, Folder, Step, ignore_step, version_name
-from awex_delta.transports.disk.manifest import Manifest
-from awex_delta.transports.disk.publish import Job, Publisher, Ranks
-from awex_delta.transports.disk.pull import LocalCheckpoint
+from awex_delta.folder.chain import Catalogue
+from awex_delta.folder.folder import INDEX, Folder, Step, ignore_step, version_name
+from awex_delta.folder.manifest import Manifest
+from awex_delta.folder.publish import Job, Publisher, Ranks
+from awex_delta.folder.pull import LocalCheckpoint
+from awex_delta.protocol.rendezvous import Rendezvous
 from tests.ranks.disk import Engine, Trainers, Weights, files_below
 
 pytestmark = pytest.mark.timeout(180)

@@ -14,14 +14,14 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from awex_delta.attach import attach_megatron_disk, attach_transformers_disk
-from awex_delta.cli.demo_members import megatron_state, tiny_spec
-from awex_delta.cli.demo_oracle import EMBEDDING, LM_HEAD, State, same_bits, trainer_hf_state
-from awex_delta.cli.demo_plan import DemoPlan, Layout, ModelName
-from awex_delta.config import RolloutConfig, TrainEngineConfig, resolve
-from awex_delta.rendezvous import Rendezvous, host_store
+from awex_delta.demo.members import megatron_state, tiny_spec
+from awex_delta.demo.oracle import EMBEDDING, LM_HEAD, State, same_bits, trainer_hf_state
+from awex_delta.demo.scenario import DemoPlan, Layout, ModelName
+from awex_delta.protocol.rendezvous import Rendezvous, host_store
+from awex_delta.settings.agreed import DeltaSettings
+from awex_delta.settings.resolve import RolloutConfig, TrainEngineConfig, resolve
 from awex_delta.testing.procs import Rank, RanksFailed, run_ranks
 from awex_delta.testing.tiny_models import TinySpec, TinyTrainer, build_trainer, hf_config
-from awex_delta.types import DeltaSettings
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -13,7 +13,7 @@ from awex_delta.errors import UnsupportedError
 from awex_delta.testing.procs import Rank, run_ranks
 from awex_delta.testing.tiny_models import TinySpec
 from awex_delta.trainers.ema import EmaShadow
-from awex_delta.types import WeightInfo
+from awex_delta.trainers.view import WeightInfo
 from tests.procs.test_megatron_trainer import start
 
 pytestmark = pytest.mark.timeout(120)

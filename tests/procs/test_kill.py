@@ -19,14 +19,15 @@ import pytest
 import torch
 
 from awex_delta.errors import AwexDeltaError
-from awex_delta.receiver import Receiver
-from awex_delta.rendezvous import Rendezvous, host_store
-from awex_delta.sender import Sender
+from awex_delta.protocol.receiver import Receiver
+from awex_delta.protocol.rendezvous import Rendezvous, host_store
+from awex_delta.protocol.sender import Sender
+from awex_delta.protocol.stats import UpdateStats
+from awex_delta.protocol.verdict import Kind, Reason
+from awex_delta.settings.agreed import DeltaSettings
 from awex_delta.testing.dict_engine import DictEngine
 from awex_delta.testing.procs import fork_server
 from awex_delta.trainers.torch_adamw import TorchAdamWTrainer
-from awex_delta.types import DeltaSettings, UpdateStats
-from awex_delta.verdict import Kind, Reason
 
 SHAPES = {
     "model.embed_tokens.weight": (16, 8),

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from awex_delta.detect_snapshot import SnapshotBaseline
+from awex_delta.detection.snapshot import SnapshotBaseline
+from awex_delta.protocol.verdict import Reason
+from awex_delta.settings.agreed import DeltaSettings
 from awex_delta.testing.procs import Rank, run_ranks
 from awex_delta.testing.tiny_models import TinySpec, build_trainer
 from awex_delta.trainers.megatron import MegatronTrainer
-from awex_delta.types import DeltaSettings
-from awex_delta.verdict import Reason
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -14,11 +14,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from awex_delta.errors import UnsupportedError
+from awex_delta.protocol.verdict import Reason
+from awex_delta.settings.agreed import DeltaSettings
 from awex_delta.testing.procs import Rank, run_ranks
 from awex_delta.testing.tiny_models import TinySpec, TinyTrainer, build_trainer, hf_config
 from awex_delta.trainers.megatron import MegatronTrainer
-from awex_delta.types import DeltaSettings, TrainerLayout, TrainerView, WeightInfo
-from awex_delta.verdict import Reason
+from awex_delta.trainers.view import TrainerLayout, TrainerView, WeightInfo
 
 pytestmark = pytest.mark.timeout(120)
 

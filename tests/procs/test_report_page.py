@@ -11,10 +11,11 @@ import pytest
 from typer.testing import CliRunner
 
 from awex_delta.cli.main import app
-from awex_delta.runlog.writer import RunLog
+from awex_delta.observe.runlog.writer import RunLog
+from awex_delta.protocol.stats import PartCount, UpdateStats
+from awex_delta.protocol.verdict import Kind, Reason, Verdict
+from awex_delta.settings.agreed import DeltaSettings
 from awex_delta.testing.browser import Browser, find_browser
-from awex_delta.types import DeltaSettings, PartCount, UpdateStats
-from awex_delta.verdict import Kind, Reason, Verdict
 
 CHROMIUM = find_browser()
 HOSTILE = '<script>document.title="taken"</script><img src=x onerror="document.title=1">&amp;$x$'

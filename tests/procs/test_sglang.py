@@ -16,15 +16,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from awex_delta.engines.sglang_loader import Instruction, attached, load, message
+from awex_delta.engines.sglang.loader import Instruction, attached, load, message
 from awex_delta.errors import UpdateAborted
-from awex_delta.rendezvous import Rendezvous, host_store
-from awex_delta.sender import Sender
+from awex_delta.protocol.rendezvous import Rendezvous, host_store
+from awex_delta.protocol.sender import Sender
+from awex_delta.protocol.stats import UpdateStats
+from awex_delta.settings.agreed import DeltaSettings
 from awex_delta.testing import sglang_cpu
 from awex_delta.testing.procs import Rank, run_ranks
 from awex_delta.testing.tiny_models import TinySpec, build_trainer, hf_config
 from awex_delta.trainers.megatron import MegatronTrainer
-from awex_delta.types import DeltaSettings, UpdateStats
 
 pytestmark = [
     pytest.mark.timeout(300),

@@ -15,12 +15,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from awex_delta.cli.demo_members import tiny_spec
-from awex_delta.cli.demo_plan import ModelName
-from awex_delta.engines.vllm_driver import init_info
+from awex_delta.demo.members import tiny_spec
+from awex_delta.demo.scenario import ModelName
+from awex_delta.engines.vllm.driver import init_info
+from awex_delta.protocol.stats import UpdateStats
+from awex_delta.protocol.verdict import Reason
 from awex_delta.testing.tiny_models import hf_config
-from awex_delta.types import UpdateStats
-from awex_delta.verdict import Reason
 from tests.procs.vllm_members import (
     SETTINGS,
     Answers,

@@ -19,7 +19,7 @@ import pytest
 import requests
 
 import awex_delta
-from awex_delta.engines.vllm_driver import HttpControl, Running, VllmDriver
+from awex_delta.engines.vllm.driver import HttpControl, Running, VllmDriver
 from tests.docs.blocks import python_blocks
 from tests.procs.ports import hold_port, number_of
 from tests.procs.vllm_members import PROMPTS, SETTINGS

@@ -14,14 +14,15 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from awex_delta.cli.demo_members import megatron_state, tiny_spec
-from awex_delta.cli.demo_plan import DemoPlan
-from awex_delta.rendezvous import Rendezvous
-from awex_delta.sender import Sender
+from awex_delta.demo.members import megatron_state, tiny_spec
+from awex_delta.demo.scenario import DemoPlan
+from awex_delta.protocol.rendezvous import Rendezvous
+from awex_delta.protocol.sender import Sender
+from awex_delta.protocol.stats import UpdateStats
+from awex_delta.settings.agreed import DeltaSettings
 from awex_delta.testing.procs import Rank
 from awex_delta.testing.tiny_models import build_trainer
 from awex_delta.trainers.megatron import MegatronTrainer
-from awex_delta.types import DeltaSettings, UpdateStats
 from tests.docs.blocks import python_blocks
 
 # Longer than a block of the key-value cache, so that what was computed for them is kept and found again.
@@ -194,7 +195,7 @@ class _Server:
             cleanup_dist_env_and_memory()
 
     def connect(self, info: Mapping[str, Any], running: Any = "pause") -> None:
-        from awex_delta.engines.vllm_driver import OfflineControl, VllmDriver
+        from awex_delta.engines.vllm.driver import OfflineControl, VllmDriver
 
         self._driver = VllmDriver(_Recorded(OfflineControl(self._llm), self.calls), running=running)
         self._driver.connect(info)
@@ -286,7 +287,7 @@ class _Recorded:
 
 def state_of(worker: Any) -> dict[str, tuple[tuple[int, ...], Any]]:
     """In a worker: its part of every HF tensor and where that begins, as raw bits, by new views."""
-    from awex_delta.engines.vllm import VllmEngine
+    from awex_delta.engines.vllm.adapter import VllmEngine
 
     return {
         entry.name: (entry.global_offset, entry.view.contiguous().view(torch.int16).numpy().copy())

@@ -8,13 +8,13 @@ from typing import Any
 
 from safetensors.torch import load_file, save, save_file
 
-from awex_delta.cli.demo_members import tiny_spec
-from awex_delta.cli.demo_oracle import trainer_hf_state
-from awex_delta.cli.demo_plan import DemoPlan, Layout, ModelName
-from awex_delta.rendezvous import Rendezvous, host_store
+from awex_delta.demo.members import tiny_spec
+from awex_delta.demo.oracle import trainer_hf_state
+from awex_delta.demo.scenario import DemoPlan, Layout, ModelName
+from awex_delta.protocol.rendezvous import Rendezvous, host_store
+from awex_delta.protocol.stats import UpdateStats
 from awex_delta.testing.procs import run_ranks
 from awex_delta.testing.tiny_models import hf_config
-from awex_delta.types import UpdateStats
 from tests.procs.vllm_members import SETTINGS, train
 
 NUM_VERSIONS = 6

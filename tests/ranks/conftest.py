@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from awex_delta.settings.agreed import DeltaSettings
 from awex_delta.testing.dict_engine import DictEngine
 from awex_delta.testing.pairing import EngineSeat, Pairing, differing, torch_pairing
-from awex_delta.types import DeltaSettings
 
 EMBED = "model.embed_tokens.weight"
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"

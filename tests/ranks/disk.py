@@ -11,16 +11,18 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import HashStore
 
-from awex_delta.rendezvous import Rendezvous
+from awex_delta.folder.folder import Folder, version_name
+from awex_delta.folder.reader import DiskReader
+from awex_delta.folder.writer import DiskWriter
+from awex_delta.protocol.rendezvous import Rendezvous
+from awex_delta.protocol.stats import UpdateStats
+from awex_delta.settings.agreed import DeltaSettings
 from awex_delta.testing.dict_engine import DictEngine
 from awex_delta.testing.faults import FaultPlan
 from awex_delta.testing.pairing import differing
 from awex_delta.testing.ranks import ThreadRanks, results
 from awex_delta.trainers.torch_adamw import TorchAdamWTrainer
-from awex_delta.transports.disk.folder import Folder, version_name
-from awex_delta.transports.disk.reader import DiskReader
-from awex_delta.transports.disk.writer import DiskWriter
-from awex_delta.types import DeltaSettings, TrainerView, UpdateStats
+from awex_delta.trainers.view import TrainerView
 from tests.ranks.conftest import BIAS, CUT, SHAPES
 
 ENGINE_SHAPES = {**SHAPES, BIAS: (4,)}

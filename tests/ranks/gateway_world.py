@@ -12,10 +12,10 @@ import torch
 from fastapi import FastAPI
 
 from awex_delta.gateway import create_app, engine_router, trainer_router
+from awex_delta.settings.agreed import DeltaSettings
 from awex_delta.testing.dict_engine import DictEngine
 from awex_delta.testing.ranks import isolate_threads
 from awex_delta.trainers.torch_adamw import TorchAdamWTrainer
-from awex_delta.types import DeltaSettings
 
 TOKEN = "-".join(["the", "token", "of", "the", "gateway", "tests"])
 HEADERS = {"Authorization": f"Bearer {TOKEN}"}

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
+from awex_delta.protocol.verdict import Kind
 from awex_delta.testing.dict_engine import DictEngine
 from awex_delta.testing.pairing import EngineSeat, Pairing
 from awex_delta.trainers.torch_adamw import TorchAdamWTrainer
-from awex_delta.verdict import Kind
 from tests.ranks.conftest import SETTINGS
 
 FUSED = "fused.weight"

@@ -17,16 +17,16 @@ import torch
 from safetensors.torch import load_file
 
 from awex_delta.errors import ChainError, ConfigError, UpdateAborted
-from awex_delta.rendezvous import Rendezvous
+from awex_delta.folder.chain import Catalogue
+from awex_delta.folder.folder import INDEX, Folder, version_name
+from awex_delta.folder.manifest import Manifest
+from awex_delta.folder.pull import LocalCheckpoint
+from awex_delta.folder.reader import DiskReader
+from awex_delta.protocol.rendezvous import Rendezvous
+from awex_delta.protocol.verdict import Kind, Reason
 from awex_delta.testing.ranks import results
 from awex_delta.trainers.torch_adamw import TorchAdamWTrainer
-from awex_delta.transports.disk.chain import Catalogue
-from awex_delta.transports.disk.folder import INDEX, Folder, version_name
-from awex_delta.transports.disk.manifest import Manifest
-from awex_delta.transports.disk.pull import LocalCheckpoint
-from awex_delta.transports.disk.reader import DiskReader
-from awex_delta.types import TrainerLayout, WeightInfo
-from awex_delta.verdict import Kind, Reason
+from awex_delta.trainers.view import TrainerLayout, WeightInfo
 from tests.ranks.conftest import BIAS, CUT, DOWN, EMBED, NORM, Q_PROJ, SHAPES
 from tests.ranks.disk import SETTINGS as DISK_SETTINGS
 from tests.ranks.disk import Engine, Trainers, files_below
@@ -342,7 +342,7 @@ def test_without_digests_every_anchor_is_read(build: Build, tmp_path: Path) -> N
 def test_the_encoding_is_chosen_by_the_speed_of_writing(
     build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sample: int, encoding: str
 ) -> None:
-    monkeypatch.setattr("awex_delta.transports.disk.publish.MIN_SAMPLE_BYTES", sample)
+    monkeypatch.setattr("awex_delta.folder.publish.MIN_SAMPLE_BYTES", sample)
     slow = build(
         Trainers,
         str(tmp_path),

@@ -17,13 +17,13 @@ import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
-from awex_delta.digest import digest
 from awex_delta.errors import ChainError, UpdateAborted, VerificationError
+from awex_delta.folder.chain import Catalogue
+from awex_delta.folder.folder import INDEX, Folder, version_name
+from awex_delta.folder.manifest import Manifest, dump_manifest
+from awex_delta.protocol.verdict import Reason
 from awex_delta.testing.ranks import results
-from awex_delta.transports.disk.chain import Catalogue
-from awex_delta.transports.disk.folder import INDEX, Folder, version_name
-from awex_delta.transports.disk.manifest import Manifest, dump_manifest
-from awex_delta.verdict import Reason
+from awex_delta.wire.digest import digest
 from tests.ranks.conftest import DOWN, NORM
 from tests.ranks.disk import Engine, Trainers, delta_file, files_below, flip, model_file
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from awex_delta.errors import UpdateAborted
-from awex_delta.transports.disk.claim import Claim
-from awex_delta.transports.disk.folder import Folder
+from awex_delta.folder.claim import Claim
+from awex_delta.folder.folder import Folder
 from tests.ranks.disk import Engine, Trainers
 
 Build = Callable[..., Any]

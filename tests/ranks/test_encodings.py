@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from awex_delta.errors import UpdateAborted
+from awex_delta.protocol.verdict import Kind, Reason
 from awex_delta.testing.dict_engine import DictEngine
 from awex_delta.testing.pairing import EngineSeat, Pairing
-from awex_delta.verdict import Kind, Reason
 from awex_delta.wire.registry import CODECS
 from tests.ranks.conftest import BIAS, DOWN, EMBED, ROUTER, train, wrong
 
@@ -190,7 +190,7 @@ def test_the_link_is_measured_in_transfers_that_are_large_enough(
     train(pairing)
     pairing.commit(0)
     assert pairing.senders[0]._bytes_per_second is None
-    monkeypatch.setattr("awex_delta.sender.MIN_SAMPLE_BYTES", 1)
+    monkeypatch.setattr("awex_delta.protocol.sender.MIN_SAMPLE_BYTES", 1)
     train(pairing)
     stats = pairing.commit(5)[1]
     assert stats.verdict.kind is Kind.FULL

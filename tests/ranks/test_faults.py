@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from awex_delta.errors import ConfigError, ConnectError, LockstepError, PeerError, UpdateAborted, UpdateError
+from awex_delta.protocol.stats import UpdateStats
+from awex_delta.protocol.verdict import Kind, Reason
 from awex_delta.testing.dict_engine import DictEngine
 from awex_delta.testing.faults import InjectedFault
 from awex_delta.testing.pairing import EngineSeat, Outcome, Pairing
 from awex_delta.testing.ranks import results
-from awex_delta.types import UpdateStats
-from awex_delta.verdict import Kind, Reason
 from tests.ranks.conftest import DOWN, EMBED, NORM, Q_PROJ, SETTINGS, SHAPES, SOON, train, wrong
 
 Make = Callable[..., Pairing]

@@ -11,13 +11,13 @@ import torch
 from torch._C._distributed_c10d import HashStore
 
 from awex_delta.gateway import create_app, engine_router, trainer_router
-from awex_delta.receiver import Receiver
-from awex_delta.rendezvous import Rendezvous
-from awex_delta.sender import Sender
+from awex_delta.protocol.receiver import Receiver
+from awex_delta.protocol.rendezvous import Rendezvous
+from awex_delta.protocol.sender import Sender
+from awex_delta.settings.agreed import DeltaSettings
 from awex_delta.testing.dict_engine import DictEngine
 from awex_delta.testing.pairing import differing
 from awex_delta.trainers.torch_adamw import TorchAdamWTrainer
-from awex_delta.types import DeltaSettings
 from tests.ranks.gateway_world import (
     PATIENCE,
     SHAPES,

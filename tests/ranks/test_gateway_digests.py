@@ -17,11 +17,11 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from awex_delta.cli.main import app
-from awex_delta.compare.engine_digests import DigestedState
-from awex_delta.digest import digest
-from awex_delta.engines.vllm_driver import HttpControl, VllmDriver
+from awex_delta.engines.vllm.driver import HttpControl, VllmDriver
 from awex_delta.gateway import engine_router, trainer_router
+from awex_delta.observe.compare.engine_digests import DigestedState
 from awex_delta.testing.dict_engine import DictEngine
+from awex_delta.wire.digest import digest
 from tests.ranks.gateway_world import HEADERS, SHAPES, TOKEN, app_of, new_trainer, weights, world
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from awex_delta.errors import ConnectError, LockstepError, PeerError
+from awex_delta.protocol.stats import UpdateStats
+from awex_delta.protocol.verdict import Kind, Reason
 from awex_delta.testing.pairing import Pairing
-from awex_delta.types import UpdateStats
-from awex_delta.verdict import Kind, Reason
 from tests.ranks.conftest import SETTINGS, train, wrong
 from tests.ranks.test_faults import ENGINE, TRAINER, check_recovery, errors, ready
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from awex_delta.protocol.verdict import Kind, Reason
 from awex_delta.testing.dict_engine import DictEngine
 from awex_delta.testing.pairing import EngineSeat, Pairing
 from awex_delta.trainers.torch_adamw import TorchAdamWTrainer
-from awex_delta.verdict import Kind, Reason
 from tests.ranks.conftest import EMBED, SETTINGS, SHAPES, train, wrong
 
 Make = Callable[..., Pairing]

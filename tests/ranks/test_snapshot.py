@@ -9,9 +9,9 @@ from functools import partial
 import pytest
 import torch
 
+from awex_delta.protocol.verdict import Kind, Reason
 from awex_delta.testing.pairing import Pairing
 from awex_delta.trainers.torch_adamw import TorchAdamWTrainer
-from awex_delta.verdict import Kind, Reason
 from tests.ranks.conftest import DOWN, NORM, SETTINGS, SHAPES, engine_seats, train, truth, wrong
 
 MakeOptimizer = Callable[[list[torch.Tensor]], torch.optim.Optimizer]

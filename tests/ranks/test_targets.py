@@ -13,16 +13,16 @@ import torch
 from torch._C._distributed_c10d import HashStore
 
 from awex_delta.errors import ConfigError, ConnectError, LockstepError, UpdateAborted
-from awex_delta.receiver import Receiver
-from awex_delta.rendezvous import Rendezvous
-from awex_delta.targets import Targets, TargetsUpdate
+from awex_delta.protocol.receiver import Receiver
+from awex_delta.protocol.rendezvous import Rendezvous
+from awex_delta.protocol.targets import Targets, TargetsUpdate
+from awex_delta.protocol.verdict import Kind, Reason
+from awex_delta.settings.agreed import DeltaSettings
 from awex_delta.testing.dict_engine import DictEngine
 from awex_delta.testing.faults import FaultPlan
 from awex_delta.testing.pairing import differing
 from awex_delta.testing.ranks import ThreadRanks, results
 from awex_delta.trainers.torch_adamw import TorchAdamWTrainer
-from awex_delta.types import DeltaSettings
-from awex_delta.verdict import Kind, Reason
 from tests.ranks.conftest import CUT, SETTINGS, SHAPES, SOON
 
 TRAINERS = 2

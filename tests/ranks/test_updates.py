@@ -8,9 +8,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from awex_delta.protocol.verdict import Kind, Reason
 from awex_delta.testing.dict_engine import DictEngine
 from awex_delta.testing.pairing import EngineSeat, Pairing
-from awex_delta.verdict import Kind, Reason
 from tests.ranks.conftest import BIAS, CUT, DOWN, EMBED, NORM, Q_PROJ, ROUTER, SHAPES, train, truth, wrong
 
 Make = Callable[..., Pairing]

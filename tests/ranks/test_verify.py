@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 import torch
 
-from awex_delta import digest, receiver
-from awex_delta.comm import Comm
-from awex_delta.engines.tensors import scatter_into
 from awex_delta.errors import UpdateAborted, VerificationError
+from awex_delta.lines.storages import scatter_into
+from awex_delta.protocol import receiver
+from awex_delta.protocol.comm import Comm
+from awex_delta.protocol.verdict import Kind, Reason
 from awex_delta.testing.dict_engine import DictEngine
 from awex_delta.testing.pairing import EngineSeat, Outcome, Pairing
-from awex_delta.verdict import Kind, Reason
+from awex_delta.wire import digest
 from tests.ranks.conftest import BIAS, CUT, DOWN, EMBED, NORM, Q_PROJ, ROUTER, SHAPES, train, truth, wrong
 
 Make = Callable[..., Pairing]
@@ -327,8 +328,8 @@ def test_off_reads_nothing_and_says_nothing(make: Make, monkeypatch: pytest.Monk
     def never(*_: Any, **__: Any) -> torch.Tensor:
         raise AssertionError("a digest was taken")
 
-    monkeypatch.setattr("awex_delta.verify.sum_at", never)
-    monkeypatch.setattr("awex_delta.verify.sum_whole", never)
+    monkeypatch.setattr("awex_delta.protocol.verify.sum_at", never)
+    monkeypatch.setattr("awex_delta.protocol.verify.sum_whole", never)
     pairing = ready(make(verify="off"))
     tamper_at_synchronize(pairing.engines[0], lambda engine: flip(engine.tensors_by_name[NORM], 1))
     stats = pairing.commit(2)

@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from awex_delta.allocation import (
+from awex_delta.errors import ConfigError
+from awex_delta.settings.allocation import (
     ENGINE_BACKENDS,
     TRAINER_BACKENDS,
     Allocation,
     Parallelism,
     parse_allocation,
 )
-from awex_delta.errors import ConfigError
 
 sizes = st.integers(min_value=1, max_value=64)
 

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from awex_delta.numerics.ulp import UNSTATED, add_codes
-from awex_delta.trainers import baselines
+from awex_delta.detection import baselines
+from awex_delta.detection.slices import Detection
+from awex_delta.lines.bits import UNSTATED, add_codes
+from awex_delta.protocol.verdict import Reason
+from awex_delta.settings.agreed import DeltaSettings
 from awex_delta.trainers.torch_adamw import TorchAdamWTrainer
-from awex_delta.types import DeltaSettings, Detection
-from awex_delta.verdict import Reason
 
 ON = DeltaSettings(accumulate=True)
 SHAPES = {"a": (64, 96), "b": (50,), "c": (3, 5, 7)}

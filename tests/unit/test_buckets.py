@@ -10,7 +10,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from awex_delta.engines.tensors import read_range, write_range
 from awex_delta.errors import (
     CorruptFrameError,
     MissingFrameError,
@@ -18,7 +17,8 @@ from awex_delta.errors import (
     StaleFrameError,
     WireError,
 )
-from awex_delta.numerics.ulp import UNSTATED, step_code
+from awex_delta.lines.bits import UNSTATED, step_code
+from awex_delta.lines.storages import read_range, write_range
 from awex_delta.wire.buckets import MIN_BUCKET_BYTES, cut, frame_bytes
 from awex_delta.wire.codec import Codec, Context, RegionChange, settle
 from awex_delta.wire.frame import FrameIdentity, check_complete, pack_frame, unpack_bucket

@@ -13,9 +13,9 @@ import zstandard
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from awex_delta.engines.tensors import gather_from, scatter_into
 from awex_delta.errors import CorruptFrameError, StaleFrameError, WireError
-from awex_delta.numerics.ulp import UNSTATED, step_code
+from awex_delta.lines.bits import UNSTATED, step_code
+from awex_delta.lines.storages import gather_from, scatter_into
 from awex_delta.wire.choice import cheapest, expected_bytes
 from awex_delta.wire.codec import Codec, Context, RegionChange, settle, whole_is_smaller
 from awex_delta.wire.frame import FrameIdentity, pack_frame, unpack_frame

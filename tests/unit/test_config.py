@@ -14,21 +14,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from awex_delta.config import (
+from awex_delta.errors import ConfigError
+from awex_delta.settings.agreed import DeltaSettings
+from awex_delta.settings.environment import (
+    scrub_worker_environment,
+    settings_from_environment,
+    worker_environment,
+)
+from awex_delta.settings.resolve import (
     RolloutConfig,
     TrainEngineConfig,
     WorldSizePolicy,
     check_world_size,
     resolve,
 )
-from awex_delta.environment import (
-    scrub_worker_environment,
-    settings_from_environment,
-    worker_environment,
-)
-from awex_delta.errors import ConfigError
-from awex_delta.schema import DeltaEncoding, DeltaMethod
-from awex_delta.types import DeltaSettings
+from awex_delta.settings.schema import DeltaEncoding, DeltaMethod
 from awex_delta.wire.registry import CODECS, codecs_for
 
 TRAIN: Mapping[str, object] = {"backend": "megatron:d2t2", "enable_delta_weight_update": True}

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from awex_delta.errors import ConfigError, CorruptFrameError, WireError
-from awex_delta.numerics.ulp import UNSTATED, step_code
+from awex_delta.lines.bits import UNSTATED, step_code
 from awex_delta.wire import context as module
 from awex_delta.wire.classes import Classes, load_loops
 from awex_delta.wire.codec import Context, RegionChange, settle

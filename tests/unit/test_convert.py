@@ -12,7 +12,7 @@ from awex.models.registry import get_train_weights_converter
 from awex.sharding.rank_info import RankInfo
 from transformers import Qwen3Config, Qwen3MoeConfig
 
-from awex_delta.convert import Converter, Relocation, changed_by_value, prove_relocation
+from awex_delta.conversion.relocation import Converter, Relocation, changed_by_value, prove_relocation
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, FFN, EXPERTS = 24, 8, 2, 4, 40, 8
 ATTENTION = "decoder.layers.0.self_attention"

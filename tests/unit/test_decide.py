@@ -9,9 +9,9 @@ from itertools import permutations
 import pytest
 
 from awex_delta.errors import LockstepError, UpdateAborted
-from awex_delta.plan import agreement
-from awex_delta.plan.agreement import Decision, Proposal, check_arrived
-from awex_delta.verdict import Kind, Reason
+from awex_delta.protocol import agreement
+from awex_delta.protocol.agreement import Decision, Proposal, check_arrived
+from awex_delta.protocol.verdict import Kind, Reason
 
 RUN = "a" * 32
 

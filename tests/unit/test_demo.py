@@ -12,14 +12,14 @@ from safetensors.torch import save
 from typer.testing import CliRunner
 
 from awex_delta.cli.demo import app
-from awex_delta.cli.demo_fleet import DemoError, Fleet, Member
-from awex_delta.cli.demo_oracle import (
+from awex_delta.demo.fleet import DemoError, Fleet, Member
+from awex_delta.demo.oracle import (
     count_changed,
     engine_differences,
     model_shape,
     trainer_hf_state,
 )
-from awex_delta.cli.demo_plan import (
+from awex_delta.demo.scenario import (
     EXPERTS,
     HEADS,
     KV_HEADS,

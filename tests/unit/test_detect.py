@@ -11,12 +11,13 @@ import torch
 import torch._functorch.config
 import torch._inductor.config
 
-from awex_delta import detect
-from awex_delta.detect import detect_changes
+from awex_delta.detection import adamw
+from awex_delta.detection import invert as detect
+from awex_delta.detection.adamw import AdamWStep
+from awex_delta.detection.invert import detect_changes
+from awex_delta.detection.slices import Detection, OwnedSlice
 from awex_delta.errors import UnsupportedError
-from awex_delta.numerics import adamw
-from awex_delta.types import AdamWStep, Detection, OwnedSlice
-from awex_delta.verdict import Reason
+from awex_delta.protocol.verdict import Reason
 
 STEP = AdamWStep(lr=1e-5, weight_decay=0.01, beta1=0.9, beta2=0.999, eps=1e-8, step=1)
 
@@ -369,11 +370,13 @@ def test_without_a_compiler_detection_runs_eagerly(caplog: pytest.LogCaptureFixt
     with (
         torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",), "fx_graph_cache": False}),
         torch._functorch.config.patch({"enable_autograd_cache": False}),
-        caplog.at_level(logging.WARNING, logger="awex_delta.detect"),
+        caplog.at_level(logging.WARNING, logger="awex_delta.detection.invert"),
     ):
         detections = [
             detect_changes([training.slice()], lambda _: training.used, compiled=True) for _ in range(2)
         ]
     for detection in detections:
         assert holds(found(detection), training.changed())
-    assert [record.name for record in caplog.records] == ["awex_delta.detect"]  # once, not at every update
+    assert [record.name for record in caplog.records] == [
+        "awex_delta.detection.invert"
+    ]  # once, not at every update

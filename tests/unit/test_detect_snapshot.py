@@ -7,12 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from awex_delta.detect_snapshot import SnapshotBaseline
+from awex_delta.detection.slices import OwnedSlice
+from awex_delta.detection.snapshot import SnapshotBaseline
 from awex_delta.errors import UnsupportedError
-from awex_delta.numerics.ulp import UNSTATED
+from awex_delta.lines.bits import UNSTATED
+from awex_delta.protocol.verdict import Reason
+from awex_delta.settings.agreed import DeltaSettings
 from awex_delta.trainers.torch_adamw import TorchAdamWTrainer
-from awex_delta.types import DeltaSettings, OwnedSlice
-from awex_delta.verdict import Reason
 
 SNAPSHOT = DeltaSettings(method="snapshot")
 SHAPES = {"a": (300, 40), "b": (7,)}
@@ -95,7 +96,7 @@ def test_many_pieces_are_one(monkeypatch: pytest.MonkeyPatch) -> None:
     baseline.committed()
     weight[::7] = 1.0
     whole = baseline.detect().changes[0]
-    monkeypatch.setattr("awex_delta.detect_snapshot._PIECE", 13)
+    monkeypatch.setattr("awex_delta.detection.snapshot._PIECE", 13)
     cut = baseline.detect().changes[0]
     assert cut.index.equal(whole.index)
     assert cut.code.equal(whole.code)

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from awex_delta.digest import (
+from awex_delta.errors import NumericsError
+from awex_delta.wire.digest import (
     MODULUS,
     as_unsigned,
     digest,
@@ -18,7 +19,6 @@ from awex_delta.digest import (
     sum_at,
     sum_whole,
 )
-from awex_delta.errors import NumericsError
 
 INTEGERS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
 

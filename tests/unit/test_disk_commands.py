@@ -20,12 +20,12 @@ from typer.testing import CliRunner, Result
 from awex_delta.attach import attach_transformers, attach_transformers_disk
 from awex_delta.cli.main import app
 from awex_delta.errors import ChainError, ConfigError
-from awex_delta.rendezvous import Rendezvous
+from awex_delta.folder.folder import INDEX, Folder, version_name
+from awex_delta.folder.patch import JOURNAL
+from awex_delta.folder.pull import LocalCheckpoint
+from awex_delta.protocol.rendezvous import Rendezvous
+from awex_delta.settings.agreed import DeltaSettings
 from awex_delta.trainers.torch_adamw import TorchAdamWTrainer
-from awex_delta.transports.disk.folder import INDEX, Folder, version_name
-from awex_delta.transports.disk.patch import JOURNAL
-from awex_delta.transports.disk.pull import LocalCheckpoint
-from awex_delta.types import DeltaSettings
 from tests.ranks.disk import Engine, Trainers, delta_file, files_below, flip, model_file
 
 Build = Callable[..., Any]

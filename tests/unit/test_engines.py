@@ -21,11 +21,11 @@ from transformers import (
 )
 
 from awex_delta.engines.fused import FusedEngine, FusedRank, padded_vocab
-from awex_delta.engines.tensors import part, require_aliases, scatter_into
 from awex_delta.engines.transformers import TransformersEngine
+from awex_delta.engines.view import EngineTensor, EngineView, part, require_aliases
 from awex_delta.errors import CorruptFrameError, LayoutError
+from awex_delta.lines.storages import scatter_into
 from awex_delta.testing.fused_oracle import full_hf_state, load_hf_state
-from awex_delta.types import EngineTensor, EngineView
 
 # bf16 bits that arithmetic would not keep: quiet and signalling NaNs, -0.0, the least subnormal, infinity.
 ODD_BITS = (0x7FC1, 0x7F81, -1, -0x8000, 1, 0x7F80)

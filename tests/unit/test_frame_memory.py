@@ -14,9 +14,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from awex_delta.numerics.ulp import UNSTATED, apply_code
-from awex_delta.receiver import Receiver
-from awex_delta.staging import Staging
+from awex_delta.lines.bits import UNSTATED, apply_code
+from awex_delta.protocol.receiver import Receiver
+from awex_delta.protocol.staging import Staging
 from awex_delta.wire.buckets import Bucket, cut, frame_bytes
 from awex_delta.wire.classes import load_loops
 from awex_delta.wire.codec import Codec, Context, RegionChange

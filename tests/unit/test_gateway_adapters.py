@@ -12,17 +12,17 @@ from torch import nn
 from torch._C._distributed_c10d import HashStore
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from awex_delta.engines.vllm_driver import HttpControl, VllmDriver
+from awex_delta.engines.vllm.driver import HttpControl, VllmDriver
 from awex_delta.errors import AwexDeltaError, ConfigError, UnsupportedError
 from awex_delta.gateway import engine_router
 from awex_delta.gateway.adapters import engine_side, trainer_side
 from awex_delta.gateway.sides import Order, Side
-from awex_delta.receiver import Receiver
-from awex_delta.rendezvous import Rendezvous
-from awex_delta.sender import Sender
+from awex_delta.protocol.receiver import Receiver
+from awex_delta.protocol.rendezvous import Rendezvous
+from awex_delta.protocol.sender import Sender
+from awex_delta.settings.agreed import DeltaSettings
 from awex_delta.testing.dict_engine import DictEngine
 from awex_delta.trainers.torch_adamw import TorchAdamWTrainer
-from awex_delta.types import DeltaSettings
 
 SHAPES = {"model.norm.weight": (8,)}
 MEETING = Rendezvous(num_engine_ranks=1, num_trainer_ranks=1, store=HashStore())

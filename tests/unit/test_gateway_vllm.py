@@ -9,7 +9,7 @@ import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
-from awex_delta.engines.vllm_driver import VllmDriver
+from awex_delta.engines.vllm.driver import VllmDriver
 from awex_delta.gateway import engine_router
 from tests.unit.test_vllm_driver import FakeControl
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from awex_delta.plan.geometry import Box, row_range, select
+from awex_delta.lines.geometry import Box, row_range, select
 
 
 @st.composite

@@ -12,7 +12,7 @@ import torch
 import xxhash
 
 from awex_delta.errors import CorruptFrameError
-from awex_delta.numerics.ulp import UNSTATED, step_code
+from awex_delta.lines.bits import UNSTATED, step_code
 from awex_delta.wire.buckets import cut
 from awex_delta.wire.codec import RegionChange
 from awex_delta.wire.frame import _HEADER, FrameIdentity, pack_frame, unpack_bucket

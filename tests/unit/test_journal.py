@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from awex_delta.detection.adamw import AdamWStep
+from awex_delta.detection.journal import StepJournal
+from awex_delta.detection.optimizers import step_counts
+from awex_delta.detection.slices import OwnedSlice
 from awex_delta.errors import UnsupportedError
-from awex_delta.trainers.journal import StepJournal
-from awex_delta.trainers.optimizers import step_counts
-from awex_delta.types import AdamWStep, OwnedSlice
-from awex_delta.verdict import Reason
+from awex_delta.protocol.verdict import Reason
 
 Plans = Mapping[str, AdamWStep | Reason | None]
 

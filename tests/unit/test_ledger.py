@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from awex_delta.plan.ledger import EngineLedger, TrainerLedger
-from awex_delta.verdict import Kind, Reason
+from awex_delta.protocol.ledger import EngineLedger, TrainerLedger
+from awex_delta.protocol.verdict import Kind, Reason
 
 RUN = "a" * 32
 

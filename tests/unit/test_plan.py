@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from awex_delta.errors import ConnectError, LayoutError, OwnershipError
-from awex_delta.plan.regions import Plan, build_plan
-from awex_delta.plan.specs import parse_world
+from awex_delta.plan.describe import parse_world
+from awex_delta.plan.pairs import Plan, build_plan
 
 EMBED, Q_PROJ, O_PROJ, NORM = (
     "model.embed_tokens.weight",

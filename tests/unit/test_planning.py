@@ -13,13 +13,13 @@ from megatron.core.parallel_state import RankGenerator
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 from typer.testing import CliRunner
 
-from awex_delta.allocation import parse_allocation
 from awex_delta.cli.main import app
 from awex_delta.cli.plan import as_data, plan_preset
 from awex_delta.errors import ConfigError
 from awex_delta.presets.files import ModelShape, read_preset
 from awex_delta.presets.forecast import SHARES, bytes_per_change, count_parameters, plan_run
-from awex_delta.schema import RolloutConfig, TrainEngineConfig
+from awex_delta.settings.allocation import parse_allocation
+from awex_delta.settings.schema import RolloutConfig, TrainEngineConfig
 from awex_delta.wire.codec import RegionChange
 from awex_delta.wire.registry import CODECS
 

@@ -13,14 +13,14 @@ import torch
 from safetensors.torch import load_file
 
 from awex_delta.errors import ChainError, UpdateError
+from awex_delta.folder.chain import Catalogue
+from awex_delta.folder.folder import INDEX, Folder, version_name
+from awex_delta.folder.manifest import Manifest
+from awex_delta.folder.patch import HIDDEN, JOURNAL
+from awex_delta.folder.pull import LocalCheckpoint, Pulled
+from awex_delta.protocol.verdict import Kind
 from awex_delta.testing.ranks import results
 from awex_delta.trainers.torch_adamw import TorchAdamWTrainer
-from awex_delta.transports.disk.chain import Catalogue
-from awex_delta.transports.disk.folder import INDEX, Folder, version_name
-from awex_delta.transports.disk.manifest import Manifest
-from awex_delta.transports.disk.patch import HIDDEN, JOURNAL
-from awex_delta.transports.disk.pull import LocalCheckpoint, Pulled
-from awex_delta.verdict import Kind
 from tests.ranks.conftest import EMBED
 from tests.ranks.disk import Trainers, files_below, flip
 

@@ -9,7 +9,7 @@ import pytest
 from torch._C._distributed_c10d import HashStore
 
 from awex_delta.errors import ConfigError
-from awex_delta.rendezvous import Rendezvous, first_line, host_store
+from awex_delta.protocol.rendezvous import Rendezvous, first_line, host_store
 
 
 def listening_addresses(port: int) -> set[str]:

@@ -12,13 +12,13 @@ import pytest
 from typer.testing import CliRunner
 
 from awex_delta.cli.main import app
-from awex_delta.report import words
-from awex_delta.report.page import render
-from awex_delta.report.summary import causes, summarize
-from awex_delta.runlog.reader import RunHistory, read_run
-from awex_delta.runlog.writer import RunHeader, RunLog, UpdateLine
-from awex_delta.types import PartCount, UpdateStats
-from awex_delta.verdict import Kind, Reason, Verdict
+from awex_delta.observe.report import words
+from awex_delta.observe.report.page import render
+from awex_delta.observe.report.summary import causes, summarize
+from awex_delta.observe.runlog.reader import RunHistory, read_run
+from awex_delta.observe.runlog.writer import RunHeader, RunLog, UpdateLine
+from awex_delta.protocol.stats import PartCount, UpdateStats
+from awex_delta.protocol.verdict import Kind, Reason, Verdict
 
 HEADER = RunHeader(started=0.0)
 
@@ -165,7 +165,9 @@ def test_the_command_refuses_before_it_draws(tmp_path: Path, monkeypatch: pytest
     assert (result.exit_code, "cannot be read" in result.output) == (2, True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["RUN.jsonl"]
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    for name in [name for name in sys.modules if name.startswith(("awex_delta.report.", "matplotlib."))]:
+    for name in [
+        name for name in sys.modules if name.startswith(("awex_delta.observe.report.", "matplotlib."))
+    ]:
         monkeypatch.delitem(sys.modules, name)
     result = CliRunner().invoke(app, ["report", run, "-o", str(tmp_path / "new.html")])
     assert (result.exit_code, "awex-delta[report]" in result.output) == (2, True)

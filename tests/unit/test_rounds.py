@@ -8,7 +8,7 @@ from itertools import permutations
 import pytest
 
 from awex_delta.errors import ConfigError
-from awex_delta.plan.rounds import Meeting, is_power_of_two, meetings_of, padded_world_size
+from awex_delta.plan.schedule import Meeting, is_power_of_two, meetings_of, padded_world_size
 
 POWERS = [1, 2, 4, 8, 16, 32, 64]
 

@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 
 from awex_delta.errors import ConfigError
-from awex_delta.runlog.reader import read_run
-from awex_delta.runlog.tally import place_of
-from awex_delta.runlog.writer import RunLog, UpdateLine, rank_path
-from awex_delta.types import DeltaSettings, PartCount, UpdateStats
-from awex_delta.verdict import Kind, Reason, Verdict
+from awex_delta.observe.runlog.reader import read_run
+from awex_delta.observe.runlog.tally import place_of
+from awex_delta.observe.runlog.writer import RunLog, UpdateLine, rank_path
+from awex_delta.protocol.stats import PartCount, UpdateStats
+from awex_delta.protocol.verdict import Kind, Reason, Verdict
+from awex_delta.settings.agreed import DeltaSettings
 
 DELTA = Verdict(kind=Kind.DELTA, reason=Reason.NONE)
 FULL = Verdict(kind=Kind.FULL, reason=Reason.STEP_GAP, ranks=(2, 3), detail="0/w: \u2028 two steps")

@@ -13,8 +13,8 @@ import pytest
 import requests
 import torch
 
-from awex_delta.engines.sglang_driver import EngineControl, SglangDriver
-from awex_delta.engines.sglang_loader import LOAD_FORMAT, Instruction
+from awex_delta.engines.sglang.driver import EngineControl, SglangDriver
+from awex_delta.engines.sglang.loader import LOAD_FORMAT, Instruction
 from awex_delta.errors import UpdateError
 from examples.gsm8k_grpo.rollouts_sglang import Server
 

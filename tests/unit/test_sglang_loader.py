@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from awex_delta.engines import sglang_loader
-from awex_delta.engines.sglang_loader import LOAD_FORMAT, TENSOR_NAME, Instruction, attached, load, message
+from awex_delta.engines.sglang import loader as sglang_loader
+from awex_delta.engines.sglang.loader import LOAD_FORMAT, TENSOR_NAME, Instruction, attached, load, message
 from awex_delta.errors import ConfigError
-from awex_delta.types import DeltaSettings
+from awex_delta.settings.agreed import DeltaSettings
 
 INSTRUCTION = Instruction(
     action="update",

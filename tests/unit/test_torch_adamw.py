@@ -9,10 +9,12 @@ import pytest
 import torch
 from awex.sharding.rank_info import RankInfo
 
+from awex_delta.detection.slices import Detection
 from awex_delta.errors import UnsupportedError
+from awex_delta.protocol.verdict import Reason
+from awex_delta.settings.agreed import DeltaSettings
 from awex_delta.trainers.torch_adamw import TorchAdamWTrainer
-from awex_delta.types import DeltaSettings, Detection, TrainerView
-from awex_delta.verdict import Reason
+from awex_delta.trainers.view import TrainerView
 
 SHAPES = {
     "model.embed_tokens.weight": (40, 9),

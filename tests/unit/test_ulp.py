@@ -8,7 +8,7 @@ import struct
 import pytest
 import torch
 
-from awex_delta.numerics.ulp import (
+from awex_delta.lines.bits import (
     MAX_STEP,
     UNSTATED,
     apply_code,

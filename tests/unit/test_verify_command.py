@@ -15,13 +15,13 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from awex_delta.cli.main import app
-from awex_delta.compare import checkpoints
-from awex_delta.compare.checkpoints import Checkpoint
-from awex_delta.compare.engine_digests import DigestedState, digests_of
-from awex_delta.compare.tensors import Outcome, compare
-from awex_delta.digest import digest
 from awex_delta.errors import ConfigError
+from awex_delta.observe.compare import checkpoints
+from awex_delta.observe.compare.checkpoints import Checkpoint
+from awex_delta.observe.compare.engine_digests import DigestedState, digests_of
+from awex_delta.observe.compare.tensors import Outcome, compare
 from awex_delta.testing.dict_engine import DictEngine
+from awex_delta.wire.digest import digest
 
 EMBED, HEAD, DOWN, NORM = (
     "model.embed_tokens.weight",

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from awex_delta.engines.vllm_async import AsyncControl
-from awex_delta.engines.vllm_driver import HttpControl, OfflineControl, Running, VllmDriver, init_info
+from awex_delta.engines.vllm.async_control import AsyncControl
+from awex_delta.engines.vllm.driver import HttpControl, OfflineControl, Running, VllmDriver, init_info
 from awex_delta.errors import ConfigError, UpdateError
-from awex_delta.rendezvous import Rendezvous
-from awex_delta.types import DeltaSettings
+from awex_delta.protocol.rendezvous import Rendezvous
+from awex_delta.settings.agreed import DeltaSettings
 
 
 class FakeControl:

@@ -1,0 +1,1 @@
+"""From Megatron parameters to HF tensors: proved once to move elements only."""

@@ -1,0 +1,1 @@
+"""Owned optimizer state to the elements that changed. Rank-local."""

@@ -1,0 +1,314 @@
+"""Inverting one AdamW step with a certified error bound. `docs/en/numerics.md` derives every constant.
+
+A step moved the fp32 master `p'` to `p`, with the moments `m`, `v` as they are stored now:
+
+    p = p' (1 - lr wd) - u,    u = lr / c1 · m / (sqrt(v / c2) + eps),    c = 1 - beta^t
+
+so that, with s = 1 - lr wd,
+
+    p' = p + d,                d = (u + lr wd p) / s
+
+up to the rounding of the kernel that took the step and of the evaluation here, together at most
+
+    r = err_weight |p| + err_update |u / s| + err_floor
+
+whatever order of operations, fused multiply-adds, approximate division or flushing of subnormals the
+kernel used. Rounding to bf16 is monotone: where p + (d - r) and p + (d + r) round to the same bf16 value,
+that value was the weight before the step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from awex_delta.errors import NumericsError
+from awex_delta.lines.bits import round_to_bf16
+
+_E = 2.0**-24  # unit roundoff of fp32
+_OPERATIONS = 2.0**-16  # relative error of u: kernel and evaluation, at most 2^-18, with a margin
+_FLUSH = 2.0**-120  # 64 results below the normal range of fp32 (2^-126), each flushed to zero
+_NEXT_ORDER = 1.0 + 2.0**-16  # products of errors, and the rounding of r itself
+
+# Below this eps, a flushed exp_avg_sq matters: then only normal ones are inverted.
+_SMALL_EPS = 2.0**-40
+# Outside these, scalars under- or overflow in some kernels.
+_MIN_LR, _MAX_EPS = 2.0**-64, 2.0**60
+# Nothing up to here overflows when it is rounded to bf16.
+_LARGEST = 2.0**126
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdamWStep:
+    """The plain floats that one AdamW step used for one parameter, taken inside that step.
+
+    `step` is the bias-correction step t (the first step is 1).
+    """
+
+    lr: float
+    weight_decay: float
+    beta1: float
+    beta2: float
+    eps: float
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inversion:
+    """One AdamW step as the coefficients of its inverse and of the error bound.
+
+    root_scale: 1 / sqrt(c2).
+    eps: as in the step.
+    update_scale: lr / (c1 s).
+    decay_scale: lr wd / s.
+    err_weight, err_update, err_floor: coefficients of r.
+    min_sq, max_sq: exp_avg_sq outside of this range is not inverted (the element is uncertain).
+    zeros_stay: whether a weight of zero with no momentum is known to have been that zero before.
+    """
+
+    root_scale: float
+    eps: float
+    update_scale: float
+    decay_scale: float
+    err_weight: float
+    err_update: float
+    err_floor: float
+    min_sq: float
+    max_sq: float
+    zeros_stay: bool
+
+    def coefficients(self, device: torch.device) -> torch.Tensor:
+        """The numbers as a tensor, so that new values need no new compilation.
+
+        Args:
+            device: where the parameter lives.
+
+        Returns:
+            fp32 [9], in the order of the fields.
+
+        Collective: no.
+        """
+        values = (
+            self.root_scale,
+            self.eps,
+            self.update_scale,
+            self.decay_scale,
+            self.err_weight,
+            self.err_update,
+            self.err_floor,
+            self.min_sq,
+            self.max_sq,
+        )
+        return torch.tensor(values, dtype=torch.float32, device=device)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class State:
+    """A parameter, or some elements of it, after the step.
+
+    main, exp_avg, exp_avg_sq: fp32 [n], as the optimizer keeps them.
+    weight: bf16 [n], the model's own.
+    """
+
+    main: torch.Tensor
+    exp_avg: torch.Tensor
+    exp_avg_sq: torch.Tensor
+    weight: torch.Tensor
+
+    def part(self, start: int, stop: int) -> State:
+        """The elements from `start` up to `stop`, as views. Collective: no."""
+        return self._map(lambda tensor: tensor[start:stop])
+
+    def pick(self, index: torch.Tensor) -> State:
+        """The elements at `index` (int64), copied. Collective: no."""
+        return self._map(lambda tensor: tensor.take(index))
+
+    def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> State:
+        return State(
+            main=function(self.main),
+            exp_avg=function(self.exp_avg),
+            exp_avg_sq=function(self.exp_avg_sq),
+            weight=function(self.weight),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Examination:
+    """A second, exact look at the few elements whose old weight is not certain.
+
+    still_zero: bool [n], certainly unchanged after all.
+    master_mismatch: bool scalar; some weight is not its rounded master.
+    moments_invalid: bool scalar; some moment is not finite, or some exp_avg_sq is negative.
+    """
+
+    still_zero: torch.Tensor
+    master_mismatch: torch.Tensor
+    moments_invalid: torch.Tensor
+
+
+def invert(step: AdamWStep, *, moment_error: float = 0.0) -> Inversion:
+    """Prepare the inversion of a step.
+
+    Args:
+        step: what the optimizer used.
+        moment_error: relative error of u that comes from how the moments are stored; 0 for fp32, which
+            holds what the kernel used, 2^-7 for bf16.
+
+    Raises:
+        NumericsError: the step cannot be inverted, or not with any useful bound.
+
+    Collective: no.
+    """
+    _check_domain(step)
+    decay = step.lr * step.weight_decay
+    kept = 1.0 - decay
+    c1, c2 = (1.0 - beta**step.step for beta in (step.beta1, step.beta2))
+    step_size = step.lr / c1
+    small_eps = step.eps < _SMALL_EPS
+    root_scale = 1.0 / math.sqrt(c2)
+
+    update_error = _OPERATIONS + moment_error
+    update_error += _correction_error(step.beta1, step.step) + _correction_error(step.beta2, step.step) / 2
+    if not small_eps:
+        update_error += 2.0**-63 * root_scale / step.eps  # sqrt of a flushed exp_avg_sq
+    # The kernel's own errors: at the scale of p' (the factor s and the product), and of p (the sum).
+    err_old, err_new = _decay_error(decay) + update_error * decay, _E
+    if step.lr == 0.0:
+        err_old, err_new = 0.0, 0.0
+    if err_old >= kept / 2:
+        raise NumericsError(
+            f"lr * weight_decay = {decay} leaves no useful bound for the weight before the step"
+        )
+
+    inverse = _NEXT_ORDER / (kept - err_old)
+    denominator = max(step.eps, 2.0**-63)
+    return Inversion(
+        root_scale=root_scale,
+        eps=step.eps,
+        update_scale=step_size / kept,
+        decay_scale=decay / kept,
+        err_weight=inverse * (err_old / kept + err_new),
+        err_update=inverse * (err_old + update_error * kept),
+        err_floor=inverse * _FLUSH * (1.0 + step_size) * (1.0 + 1.0 / denominator),
+        min_sq=2.0**-126 if small_eps else 0.0,
+        max_sq=2.0**126 * c2,
+        zeros_stay=step.step >= 2 and moment_error == 0.0,
+    )
+
+
+def old_weights(
+    main: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    weight: torch.Tensor,
+    coefficients: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The weights before the step, and where they are certain.
+
+    An old weight is not certain where the interval of old masters holds a rounding boundary, nor where
+    anything is irregular: a weight that is zero, not finite or not its rounded master, and moments that are
+    invalid or out of range. So `examine` has to see no other elements.
+
+    One expression without 16-bit integers, which compilers for CPUs handle one at a time, so that it
+    compiles to one pass over memory.
+
+    Args:
+        main, exp_avg, exp_avg_sq: fp32 [n].
+        weight: bf16 [n].
+        coefficients: fp32 [9], of `Inversion.coefficients`.
+
+    Returns:
+        The old weight, bf16 [n], NaN where it is not certain; and int8 [n], 0 where that equals the weight,
+        which is certainly unchanged then, else 1.
+
+    Collective: no.
+    """
+    root_scale, eps, update_scale, decay_scale, err_weight, err_update, err_floor, min_sq, max_sq = (
+        coefficients.unbind()
+    )
+    update = update_scale * (exp_avg / (exp_avg_sq.sqrt() * root_scale + eps))
+    move = update + decay_scale * main
+    error = err_weight * main.abs() + err_update * update.abs() + err_floor
+
+    low = (main + (move - error)).to(torch.bfloat16)
+    high = (main + (move + error)).to(torch.bfloat16)
+    certain = (
+        (low == high)  # of equal sign as well: they are farther apart than the smallest numbers
+        & (low.abs() <= _LARGEST)
+        & (main.to(torch.bfloat16) == weight)
+        & (exp_avg_sq >= min_sq)
+        & (exp_avg_sq <= max_sq)
+    )
+    old = torch.where(certain, low, math.nan)
+    return old, torch.where(old == weight, 0, 1).to(torch.int8)
+
+
+def examine(state: State, *, zeros_stay: bool) -> Examination:
+    """Look by bit patterns at elements whose old weight is not certain.
+
+    Args:
+        state: those elements.
+        zeros_stay: of the `Inversion`.
+
+    Collective: no.
+    """
+    exp_avg, exp_avg_sq = state.exp_avg, state.exp_avg_sq
+    still_zero = (state.main.view(torch.int32) & 0x7FFFFFFF | exp_avg.view(torch.int32)) == 0
+    valid = torch.isfinite(exp_avg) & torch.isfinite(exp_avg_sq) & (exp_avg_sq >= 0)
+    return Examination(
+        still_zero=still_zero & zeros_stay,
+        master_mismatch=differs_from_master(state.main, state.weight).any(),
+        moments_invalid=~valid.all(),
+    )
+
+
+def differs_from_master(main: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Where a weight is not its rounded master, bit for bit.
+
+    Any NaN stands for any other: which one a cast makes of a NaN depends on the device.
+
+    Args:
+        main: fp32 [n].
+        weight: bf16 [n].
+
+    Returns:
+        bool [n].
+
+    Collective: no.
+    """
+    same = round_to_bf16(main).view(torch.int16) == weight.view(torch.int16)
+    return ~(same | (torch.isnan(main) & torch.isnan(weight)))
+
+
+def _decay_error(decay: float) -> float:
+    """Error of s p', relative to p', over all kernels."""
+    if decay < _E / 2 * (1.0 - 2.0**-20):
+        return decay  # s rounds to 1 and the product is exact, or the decay is applied inside u
+    return 1.5 * _E  # half a unit for s, below 1, and one for the product
+
+
+def _correction_error(beta: float, step: int) -> float:
+    """Relative error of 1 / (1 - beta^t) when beta is rounded to fp32 and the power taken in fp32."""
+    power = beta**step
+    error = _E * (4 * step + 8) * power / (1.0 - power)
+    if error >= 0.5:
+        raise NumericsError(f"beta = {beta} at step {step} is too close to 1 for a bias correction in fp32")
+    return error / (1.0 - error)
+
+
+def _check_domain(step: AdamWStep) -> None:
+    if step.step < 1:
+        raise NumericsError(f"the first step is 1, not {step.step}")
+    for name in ("lr", "weight_decay", "beta1", "beta2", "eps"):
+        value = getattr(step, name)
+        if not math.isfinite(value) or value < 0.0:
+            raise NumericsError(f"{name} = {value} is not a finite number of at least 0")
+    if step.beta1 >= 1.0 or step.beta2 >= 1.0:
+        raise NumericsError(f"betas ({step.beta1}, {step.beta2}) have to be below 1")
+    if step.lr * step.weight_decay >= 1.0:
+        raise NumericsError(f"lr * weight_decay = {step.lr * step.weight_decay} leaves nothing of the weight")
+    if 0.0 < step.lr < _MIN_LR or step.eps > _MAX_EPS:
+        raise NumericsError(f"lr = {step.lr} with eps = {step.eps} can leave the range of fp32")

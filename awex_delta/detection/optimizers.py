@@ -1,0 +1,150 @@
+"""What is known about each optimizer class: is its step a decoupled AdamW, and where is its state?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from awex_delta.detection.adamw import AdamWStep
+from awex_delta.errors import UnsupportedError
+from awex_delta.protocol.verdict import Reason
+
+Group = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HyperParameters:
+    """The plain floats that one optimizer step used for one parameter group."""
+
+    lr: float
+    weight_decay: float
+    beta1: float
+    beta2: float
+    eps: float
+
+    def at(self, step: int) -> AdamWStep:
+        """These values as the step with bias-correction step `step`."""
+        return AdamWStep(
+            lr=self.lr,
+            weight_decay=self.weight_decay,
+            beta1=self.beta1,
+            beta2=self.beta2,
+            eps=self.eps,
+            step=step,
+        )
+
+
+def is_known(optimizer: torch.optim.Optimizer) -> bool:
+    """True when the class keeps the counter and moments of an Adam where `step_counts` looks."""
+    return _class_path(optimizer) in _DECOUPLED
+
+
+def hyper_parameters(optimizer: torch.optim.Optimizer, group: Group) -> HyperParameters | Reason:
+    """The hyper-parameters of one group now, as plain floats.
+
+    Args:
+        optimizer: the inner `torch.optim.Optimizer`, not Megatron's wrapper.
+        group: one of its `param_groups`.
+
+    Returns:
+        The values, or `NOT_ADAMW` when the step of this group is not a decoupled AdamW with bias
+        correction.
+
+    Raises:
+        UnsupportedError: a known class lacks the attribute that tells.
+
+    Collective: no. A learning rate held in a device tensor is copied to the host.
+    """
+    decoupled = _DECOUPLED.get(_class_path(optimizer))
+    if decoupled is None or not decoupled(optimizer, group):
+        return Reason.NOT_ADAMW
+    beta1, beta2 = group["betas"]
+    return HyperParameters(
+        lr=float(group["lr"]),
+        weight_decay=float(group["weight_decay"]),
+        beta1=float(beta1),
+        beta2=float(beta2),
+        eps=float(group["eps"]),
+    )
+
+
+def step_counts(optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor]) -> list[int]:
+    """The optimizer's own step counter for each of its parameters; 0 before the first step.
+
+    torch counts per parameter, the fused optimizers of Transformer Engine and Apex per group.
+
+    Args:
+        optimizer: the inner optimizer.
+        params: tensors of its `param_groups`.
+
+    Returns:
+        One count a parameter, in order; all 0 for a class that is not known.
+
+    Collective: no. Counters held on a device are copied to the host together.
+    """
+    if not is_known(optimizer):
+        return [0] * len(params)
+    if _class_path(optimizer) in _COUNTED_BY_GROUP:
+        of_group = {p: group.get("step", 0) for group in optimizer.param_groups for p in group["params"]}
+        raw = [of_group[param] for param in params]
+    else:
+        raw = [_state(optimizer, param).get("step", 0) for param in params]
+    tensors = [value.reshape(()) for value in raw if isinstance(value, torch.Tensor)]
+    host = iter(torch.stack(tensors).tolist() if tensors else ())
+    return [int(next(host) if isinstance(value, torch.Tensor) else value) for value in raw]
+
+
+def moment(optimizer: torch.optim.Optimizer, param: torch.Tensor, name: str) -> torch.Tensor | None:
+    """`exp_avg` or `exp_avg_sq` of one parameter, flat and live; None before the first step."""
+    value = _state(optimizer, param).get(name)
+    return value.detach().view(-1) if isinstance(value, torch.Tensor) else None
+
+
+def _state(optimizer: torch.optim.Optimizer, param: torch.Tensor) -> Mapping[str, Any]:
+    # `state` is a defaultdict: indexing it would make the optimizer believe that it has started.
+    state: Mapping[str, Any] = optimizer.state.get(param, {})
+    return state
+
+
+def _class_path(optimizer: torch.optim.Optimizer) -> str:
+    # By name, so that no optional package is imported; exactly, since a subclass may step otherwise.
+    return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+
+
+def _torch_adamw(_: torch.optim.Optimizer, group: Group) -> bool:
+    # Older releases have no such key: their AdamW knows only decoupled decay.
+    return bool(group.get("decoupled_weight_decay", True)) and not group["amsgrad"]
+
+
+def _torch_adam(_: torch.optim.Optimizer, group: Group) -> bool:
+    # Without weight decay Adam and AdamW are the same formula.
+    decoupled = bool(group.get("decoupled_weight_decay", False)) or float(group["weight_decay"]) == 0.0
+    return decoupled and not group["amsgrad"]
+
+
+def _fused_adam(optimizer: torch.optim.Optimizer, group: Group) -> bool:
+    # Both classes refuse amsgrad when they are built.
+    if not hasattr(optimizer, "adam_w_mode"):
+        raise UnsupportedError(
+            f"{_class_path(optimizer)} has no attribute adam_w_mode, so that it cannot be told whether "
+            f"its weight decay is decoupled; use a release that has it, or torch.optim.AdamW"
+        )
+    return bool(optimizer.adam_w_mode) and bool(group["bias_correction"])
+
+
+# `maximize` is not asked for: it flips the gradient before the moments, and the moments are all we use.
+_DECOUPLED: Mapping[str, Callable[[torch.optim.Optimizer, Group], bool]] = {
+    "torch.optim.adamw.AdamW": _torch_adamw,
+    "torch.optim.adam.Adam": _torch_adam,
+    "transformer_engine.pytorch.optimizers.fused_adam.FusedAdam": _fused_adam,
+    "apex.optimizers.fused_adam.FusedAdam": _fused_adam,
+}
+_COUNTED_BY_GROUP = frozenset(
+    {
+        "transformer_engine.pytorch.optimizers.fused_adam.FusedAdam",
+        "apex.optimizers.fused_adam.FusedAdam",
+    }
+)

@@ -1,0 +1,79 @@
+"""Owned ranges of parameters with their optimizer state, and what detection says of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from awex_delta.protocol.verdict import Reason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnedSlice:
+    """The range of one local parameter whose optimizer state this rank holds.
+
+    All tensors are flat, of `stop - start` elements, on one device, and alias live storage.
+
+    param: canonical Megatron name on this rank (unique together with `chunk`).
+    chunk: index of the model chunk (virtual pipeline stage) that holds the parameter.
+    start, stop: half-open flat element range in the local (tensor-parallel) parameter.
+    main: fp32 master weight; None when the optimizer keeps none.
+    weight: the model's own weight over the same range, in its storage dtype (bf16).
+    exp_avg, exp_avg_sq: AdamW moments; None before the first step.
+    step: the optimizer's own step counter for this parameter now, 0 before the first step.
+    """
+
+    param: str
+    chunk: int
+    start: int
+    stop: int
+    main: torch.Tensor | None
+    weight: torch.Tensor
+    exp_avg: torch.Tensor | None
+    exp_avg_sq: torch.Tensor | None
+    step: int
+
+    @property
+    def key(self) -> str:
+        """Identity of the parameter on this rank."""
+        return param_key(self.param, self.chunk)
+
+
+def param_key(param: str, chunk: int) -> str:
+    """Identity of a local parameter: its canonical Megatron name and its model chunk."""
+    return f"{chunk}/{param}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChangeSet:
+    """The changed elements of one owned slice: a certified superset of the true changes.
+
+    index: int64 [n], ascending flat positions in the *local parameter* (already offset by `start`).
+    code: int8 [n], steps in units in the last place of bf16, or -128 where no step is stated
+        (uncertain, too far, not finite). Never 0: an element that did not change is not listed.
+    """
+
+    key: str
+    index: torch.Tensor
+    code: torch.Tensor
+
+    @property
+    def num_changed(self) -> int:
+        """Elements listed."""
+        return self.index.numel()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Detection:
+    """What detection found on one rank: change sets, or the reason why a full sync is needed."""
+
+    changes: tuple[ChangeSet, ...] = ()
+    reason: Reason = Reason.NONE
+    detail: str = ""
+    num_owned: int = 0
+
+    @property
+    def num_changed(self) -> int:
+        """Elements in all change sets."""
+        return sum(changes.num_changed for changes in self.changes)

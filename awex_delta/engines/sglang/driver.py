@@ -1,0 +1,143 @@
+"""Drives one SGLang engine from version to version, through the loader that its workers call.
+
+SGLang takes any return of a loader for success, so this driver never concludes that a version was
+committed. The trainer knows; whoever coordinates both sides calls `publish` once the trainer has committed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Literal, Protocol
+
+import torch
+
+from awex_delta.engines.sglang.loader import LOAD_FORMAT, Instruction, message
+from awex_delta.errors import UpdateError
+
+_SETTLE_SECONDS = 10.0
+
+
+class SglangControl(Protocol):
+    """SGLang's own calls that an update needs. All block."""
+
+    def flush(self, seconds: float) -> bool:
+        """Drop the cache once no request runs, within `seconds`. False where one runs longer."""
+
+    def load(self, named_tensors: list[tuple[str, torch.Tensor]], *, flush: bool) -> None:
+        """Give tensors to our loader in every worker. Raises UpdateError where SGLang refuses."""
+
+    def publish(self, version: str) -> None:
+        """Let SGLang report `version` as its weight version."""
+
+
+class EngineControl:
+    """A `sglang.Engine` in this process. It runs a loop of its own, so nothing else may use it meanwhile.
+
+    Args:
+        engine: made with `custom_weight_loader=["awex_delta.engines.sglang.loader.load"]`.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    def flush(self, seconds: float) -> bool:
+        """See `SglangControl.flush`."""
+        answer = self._engine.tokenizer_manager.flush_cache(timeout_s=seconds)
+        return self._engine.loop.run_until_complete(answer).success is True
+
+    def load(self, named_tensors: list[tuple[str, torch.Tensor]], *, flush: bool) -> None:
+        """See `SglangControl.load`."""
+        try:
+            _require(self._engine.begin_weight_update("target"))
+            answer = self._engine.update_weights_from_tensor(
+                named_tensors, load_format=LOAD_FORMAT, flush_cache=flush
+            )
+            _require(answer)
+        finally:  # also what an earlier failure left open, for which SGLang refuses to begin
+            ended = self._engine.end_weight_update()
+        _require(ended)
+
+    def publish(self, version: str) -> None:
+        """See `SglangControl.publish`. Running requests go on."""
+        from sglang.srt.managers.io_struct import UpdateWeightVersionReqInput
+
+        request = UpdateWeightVersionReqInput(new_version=version, abort_all_requests=False)
+        self._engine.loop.run_until_complete(self._engine.tokenizer_manager.update_weight_version(request))
+
+
+def _require(answer: Any) -> None:
+    if answer[0] is not True:
+        raise UpdateError(f"SGLang refused the update: {answer[1]}")
+
+
+class SglangDriver:
+    """Connects one SGLang engine to a trainer, and moves it from version to version.
+
+    Example:
+        >>> driver = SglangDriver(EngineControl(engine), instruction)  # doctest: +SKIP
+        >>> driver.update_weights(version)  # while the trainer's ranks do the same  # doctest: +SKIP
+        >>> driver.publish(version)  # once the trainer has committed it  # doctest: +SKIP
+    """
+
+    def __init__(self, control: SglangControl, instruction: Instruction) -> None:
+        """Nothing is called yet.
+
+        Args:
+            control: the engine.
+            instruction: the pairing; its action and version are set in each call.
+
+        Collective: no.
+        """
+        self._control = control
+        self._asked = instruction
+        self._version: int | None = None
+        self._in_doubt = False
+
+    @property
+    def version(self) -> int | None:
+        """The last published version; None before the first."""
+        return self._version
+
+    @property
+    def in_doubt(self) -> bool:
+        """True from the begin of an update until it is published: nobody said what the workers hold."""
+        return self._in_doubt
+
+    def connect(self) -> None:
+        """Let the workers meet the trainer. Whether they did, the trainer's `connect` tells.
+
+        Collective: over all trainer and engine ranks.
+        """
+        self._send("connect", flush=False)
+
+    def update_weights(self, version: int) -> None:
+        """Let the workers take part in one update. Whether it was committed, the trainer tells.
+
+        Requests that run get 10 s to end; what runs longer has to be paused or retracted before.
+
+        Raises:
+            UpdateError: SGLang refused, or did not drop its cache.
+
+        Collective: over all trainer and engine ranks.
+        """
+        self._in_doubt = True
+        # A request counts as running for a moment after its answer, and SGLang would refuse to drop what the
+        # old weights cached. At once first: paused, with requests that wait, it can, and is never idle.
+        # Whether one runs even longer, the update tells.
+        if not self._control.flush(0.0):
+            self._control.flush(_SETTLE_SECONDS)
+        self._send("update", version=version, flush=True)
+
+    def publish(self, version: int) -> None:
+        """Let SGLang report a version that the trainer has committed. Collective: no."""
+        self._control.publish(str(version))
+        self._version, self._in_doubt = version, False
+
+    def disconnect(self) -> None:
+        """Leave the pairing; the weights stay as they are. Collective: no."""
+        self._send("disconnect", flush=False)
+
+    def _send(
+        self, action: Literal["update", "connect", "disconnect"], *, flush: bool, version: int = -1
+    ) -> None:
+        self._control.load(message(replace(self._asked, action=action, version=version)), flush=flush)

@@ -1,0 +1,73 @@
+"""The weights of a full version: taken from the live model, and completed where ranks share a tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from awex_delta.conversion.routes import Route
+from awex_delta.folder.layout import Piece, WholeTensor
+from awex_delta.folder.pack import Item, whole_item
+from awex_delta.protocol.comm import Comm
+from awex_delta.trainers.view import TrainerView
+from awex_delta.wire.codec import as_bytes
+
+Taken = dict[tuple[str, Piece], torch.Tensor]
+"""Copies of the pieces that one rank writes or gives to a writer, on the CPU."""
+
+
+def take_weights(
+    view: TrainerView, routes: Mapping[str, Route], wholes: Sequence[WholeTensor], rank: int
+) -> Taken:
+    """Copy this rank's pieces, one parameter at a time, so that training may go on.
+
+    Raises:
+        UnsupportedError: a parameter converts to something else than at connect.
+
+    Collective: no.
+    """
+    pieces = {whole.name: [p for p in whole.pieces if p.rank == rank] for whole in wholes}
+    taken: Taken = {}
+    for key, route in routes.items():
+        if not any(pieces.get(output.name) for output in route.outputs):
+            continue
+        converted = view.convert(key, view.tensor(key).detach())
+        route.check(converted)
+        for name, tensor in converted:
+            for piece in pieces.get(name, ()):
+                cut = tensor.detach()[piece.source.slices]
+                taken[name, piece] = cut.to("cpu", copy=True).contiguous()
+    return taken
+
+
+def bring_together(comm: Comm, taken: Taken, wholes: Sequence[WholeTensor], rank: int) -> list[Item]:
+    """Give away the pieces of tensors that others write, and complete those that this rank writes.
+
+    Raises:
+        PeerError: a rank did not answer.
+
+    Collective: yes, over the trainer ranks; those that share no tensor exchange nothing.
+    """
+    items: list[Item] = []
+    for whole in wholes:  # in one order on all ranks, so that nobody waits for somebody who waits
+        empty = whole.writer == rank and not whole.pieces
+        value = torch.empty(whole.shape, dtype=whole.dtype) if empty else None
+        for piece in whole.pieces:
+            mine = taken.pop((whole.name, piece)) if piece.rank == rank else None
+            if whole.writer != rank:
+                if mine is not None:
+                    comm.send(as_bytes(mine), whole.writer, phase=f"gather {whole.name}")
+                continue
+            if mine is None:
+                num_bytes = piece.target.numel * whole.dtype.itemsize
+                received = comm.receive(num_bytes, piece.rank, phase=f"gather {whole.name}")
+                mine = received.view(whole.dtype).view(piece.target.shape)
+            if piece.target.shape == whole.shape:
+                value = mine
+            else:
+                value = torch.empty(whole.shape, dtype=whole.dtype) if value is None else value
+                value[piece.target.slices] = mine
+        if value is not None:
+            items.append(whole_item(whole, value))
+    return items

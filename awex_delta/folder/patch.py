@@ -1,0 +1,198 @@
+"""Changes to the shards of a local checkpoint, in place: a journal of what is to come, and the work itself.
+
+The journal is a folder of one version, a delta whose base is the checkpoint as it is: the new elements of
+each shard in a file of their own, the index to come, and a manifest, written last. From then on the change
+is certain, and is done by these steps, each of which may be done again:
+
+    the index goes                  no loader begins any more
+    shards are called SHARD.patching, which no loader looks for
+    elements are stored in them, synced, read back and compared
+    shards get their names back
+    the index to come is written    the checkpoint is the new version
+    the journal goes
+
+So what lies under the names of shards is never a mixture, and where there is an index it is whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from awex_delta.errors import LayoutError, WireError
+from awex_delta.folder.apply import stage, whole_parts, write
+from awex_delta.folder.chain import Catalogue
+from awex_delta.folder.folder import INDEX, Folder, Step, version_name
+from awex_delta.folder.local import (
+    DamagedBaseError,
+    Marker,
+    Tensors,
+    load_checked,
+    open_in_place,
+    parse_marker,
+    read_marker,
+)
+from awex_delta.folder.manifest import FileEntry, Manifest, TensorEntry, checksum, dump_manifest
+from awex_delta.folder.pack import changed_item, pack_file
+from awex_delta.plan.describe import WIRE_DTYPES
+from awex_delta.protocol.verdict import Kind
+
+JOURNAL = ".awex_delta"
+"""The folder in a checkpoint that holds what belongs to pulls alone; no loader looks into it."""
+
+HIDDEN = ".patching"
+
+_INDEX_TO_COME = "index.json"
+_BITS = {2: torch.int16, 4: torch.int32}
+
+
+class Journal:
+    """The change of one checkpoint that is being made. One at a time."""
+
+    def __init__(self, path: Path, step: Step) -> None:
+        """Remember where; nothing is read or written.
+
+        Args:
+            path: the checkpoint.
+            step: called as each step begins.
+        """
+        self._path = path
+        self._local = Folder(str(path))
+        self._folder = Folder(str(path / JOURNAL))
+        self._step = step
+        self._files: list[FileEntry] = []
+        self._entries: list[TensorEntry] = []
+
+    def begin(self) -> None:
+        """Forget what was noted and not committed."""
+        for version in self._folder.versions():
+            self._folder.remove_version(version)
+        self._files, self._entries = [], []
+
+    def add(self, version: int, shard: str, old: Tensors, new: Tensors) -> int:
+        """Note the elements of one shard in which `new` differs from `old`, bit by bit.
+
+        Args:
+            version: that the checkpoint is to become.
+            shard: name of the file.
+            old, new: its tensors now and then.
+
+        Returns:
+            Bytes written to the journal.
+        """
+        items = []
+        for name, tensor in sorted(new.items()):
+            bits = _BITS[tensor.element_size()]
+            index = (old[name].view(bits) != tensor.view(bits)).view(-1).nonzero().view(-1)
+            if index.numel():
+                items.append(changed_item(name, tensor, index))
+        if not items:
+            return 0
+        packed = pack_file(shard, items)
+        self._folder.put(f"{version_name(version)}/{shard}", packed.chunks, self._step)
+        self._files.append(packed.file)
+        self._entries += packed.entries
+        return packed.file.size
+
+    def commit(self, tip: Manifest, base: Marker, index: bytes) -> int:
+        """Make the change certain: `finish` does it, now or after a kill.
+
+        Args:
+            tip: what the checkpoint is to become.
+            base: what it is.
+            index: the index to come.
+
+        Returns:
+            Bytes written to the journal.
+        """
+        folder = version_name(tip.version)
+        self._folder.put(f"{folder}/{_INDEX_TO_COME}", [index], self._step)
+        file = FileEntry(name=_INDEX_TO_COME, size=len(index), xxh3=checksum([index]))
+        manifest = tip.model_copy(
+            update={
+                "kind": Kind.DELTA,
+                "base_version": base.version,
+                "base_id": base.id,
+                "files": (*self._files, file),
+                "tensors": tuple(self._entries),
+                "scope": "off",
+                "digest": {},
+            }
+        )
+        text = dump_manifest(manifest)
+        self._folder.put(f"{folder}/{INDEX}", [text], self._step)
+        return len(index) + len(text)
+
+    def finish(self, begin: Callable[[int], None], on_write: Callable[[int], None]) -> str:
+        """Do what a journal says that was committed, and drop one that was not.
+
+        Args:
+            begin: called with the bytes of elements that are to be stored.
+            on_write: called with those that were, shard by shard.
+
+        Returns:
+            Why the change cannot be made, and the checkpoint has to be written anew; empty where all is well.
+
+        Raises:
+            OSError: the checkpoint cannot be written; the next call goes on.
+        """
+        problem = ""
+        for version in self._folder.versions():
+            manifest = Catalogue(self._folder).get(version)
+            if isinstance(manifest, Manifest):
+                try:
+                    begin(_num_bytes(manifest.tensors))
+                    self._redo(manifest, on_write)
+                except (DamagedBaseError, WireError, LayoutError, FileNotFoundError) as error:
+                    problem = f"the change to {manifest.label} cannot be made in place: {error}"
+            self._step(f"forget {version_name(version)}")
+            self._folder.remove_version(version)
+        return problem
+
+    def _redo(self, manifest: Manifest, on_write: Callable[[int], None]) -> None:
+        index = self._folder.read(f"{version_name(manifest.version)}/{_INDEX_TO_COME}")
+        marker = parse_marker(index)
+        if marker is None or manifest.files[-1].xxh3 != checksum([index]):
+            raise DamagedBaseError("the index to come is damaged")
+        held = read_marker(self._local)
+        if held is not None and held.id == manifest.id:
+            return  # killed after the last step
+        if held is not None and held.id != manifest.base_id:
+            raise DamagedBaseError("the checkpoint was replaced meanwhile")
+        shards = sorted({entry.file for entry in manifest.tensors})
+        self._step("withdraw the index")
+        self._local.remove(INDEX)
+        for shard in shards:
+            self._move(shard, shard + HIDDEN)
+        for shard in shards:
+            self._store(shard, manifest, on_write)
+            load_checked(self._path / (shard + HIDDEN), marker.shards[shard])
+        for shard in shards:
+            self._move(shard + HIDDEN, shard)
+        self._local.put(INDEX, [index], self._step)
+
+    def _move(self, old: str, new: str) -> None:
+        """Rename, where it was not done before."""
+        self._step(f"rename {old}")
+        if (self._path / old).exists():
+            self._local.rename(old, new)
+        elif not (self._path / new).exists():
+            raise DamagedBaseError(f"{old} is gone")
+
+    def _store(self, shard: str, manifest: Manifest, on_write: Callable[[int], None]) -> None:
+        """Store the new elements of one shard, and wait until they are on the disk."""
+        entries = [entry for entry in manifest.tensors if entry.file == shard]
+        tensors, memory = open_in_place(self._path / (shard + HIDDEN))
+        parts = whole_parts({e.name: tensors[e.name] for e in entries if e.name in tensors})
+        staged = stage(self._folder, manifest, parts, workers=1)
+        self._step(f"patch {shard}")
+        write(staged)
+        self._step(f"flush {shard}")
+        memory.flush()
+        on_write(_num_bytes(entries))
+
+
+def _num_bytes(entries: Sequence[TensorEntry]) -> int:
+    return sum(entry.count * WIRE_DTYPES[entry.dtype].itemsize for entry in entries)

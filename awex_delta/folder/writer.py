@@ -1,0 +1,281 @@
+"""The trainer's half of updates through a folder."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from awex_delta.detection.slices import Detection
+from awex_delta.errors import UpdateAborted
+from awex_delta.folder.claim import Claim
+from awex_delta.folder.collect import Taken, bring_together, take_weights
+from awex_delta.folder.content import Digests, of_changes, of_items, to_text
+from awex_delta.folder.folder import Folder, Step, ignore_step
+from awex_delta.folder.layout import (
+    FOLDER_SEAT,
+    WholeTensor,
+    assign_writers,
+    tied_names,
+    with_folder,
+)
+from awex_delta.folder.pack import PackedFile, delta_items, file_name, pack_file
+from awex_delta.folder.publish import Job, Publisher, Ranks, Writing
+from awex_delta.protocol.agreement import Decision
+from awex_delta.protocol.ledger import check_version
+from awex_delta.protocol.rendezvous import Rendezvous
+from awex_delta.protocol.session import Stopwatch, in_step
+from awex_delta.protocol.stats import UpdateStats
+from awex_delta.protocol.trainer_end import TrainerEnd
+from awex_delta.protocol.verdict import Kind, Reason
+from awex_delta.protocol.verify import Scope, scope_of
+from awex_delta.settings.agreed import DeltaSettings
+from awex_delta.trainers.view import TrainerView
+from awex_delta.wire.choice import cheapest
+
+logger = logging.getLogger(__name__)
+
+
+class DiskWriter(TrainerEnd):
+    """Writes this trainer's versions to a folder. One object a trainer rank.
+
+    Example:
+        >>> writer = DiskWriter(view, rendezvous, trainer_rank=rank, settings=settings)  # doctest: +SKIP
+        >>> for version in range(steps):                                                 # doctest: +SKIP
+        ...     train_step()
+        ...     writer.update_weights(version)
+        >>> writer.close()                                                               # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        view: TrainerView,
+        rendezvous: Rendezvous,
+        trainer_rank: int,
+        settings: DeltaSettings,
+        *,
+        extra_files: Mapping[str, bytes] | None = None,
+        options: Mapping[str, Any] | None = None,
+        on_phase: Callable[[str], None] | None = None,
+        on_step: Step = ignore_step,
+    ) -> None:
+        """Check the arguments; nothing is opened before `connect`.
+
+        Args:
+            view: the training framework's adapter.
+            rendezvous: where the trainer ranks meet, with no engine ranks; `Rendezvous.alone()` for one.
+            trainer_rank: this rank in the trainer's world, from 0.
+            settings: as resolved; names the folder.
+            extra_files: what lies beside the weights of a full version, such as config.json and the
+                files of the tokenizer, by name; rank 0's are written.
+            options: fsspec's options of the filesystem.
+            on_phase: called as each local phase begins; what it raises counts as a failure there.
+            on_step: called in the background as each step of writing begins; what it raises fails the
+                version.
+
+        Raises:
+            ConfigError: the URL cannot be opened, or the rank is not allowed.
+
+        Collective: no.
+        """
+        super().__init__(
+            view,
+            rendezvous,
+            trainer_rank,
+            # The schedule between ranks is not used here, so any number of them will do.
+            replace(settings, allow_any_world_size=True),
+            on_phase=on_phase,
+            complete=with_folder,
+            plan_seat=FOLDER_SEAT + 1 + trainer_rank,
+        )
+        self._extra = dict(extra_files or {})
+        ranks = Ranks(rendezvous, trainer_rank, settings.timeout_seconds)
+        folder = Folder(settings.disk_url, options)
+        self._claim = Claim(folder, settings.timeout_seconds / 3)  # the other ranks wait meanwhile
+        self._publisher = Publisher(folder, ranks, settings.keep_anchors, on_step, self._claim.check)
+        self._wholes: tuple[WholeTensor, ...] = ()
+        self._writing: Writing | None = None
+        self._unreported = ""  # why the last version does not exist, until all ranks were told
+
+    def connect(self) -> None:
+        """Meet the other trainer ranks, and agree on who writes what. Idempotent.
+
+        Raises:
+            ConnectError: a rank is missing, or what they hold does not fit together.
+
+        Collective: yes, over the trainer ranks.
+        """
+        self._join("connect")
+
+    def update_weights(self, version: int) -> UpdateStats:
+        """Pack the trainer's current weights as `version`, and begin to write them.
+
+        Waits for the version before, which is written in the background; `wait` waits for this one.
+        Until it is written this rank holds a copy of its part: of a delta the packed changes, of a
+        full version its share of all weights.
+
+        Args:
+            version: one more than the last for a delta; anything else means full.
+
+        Returns:
+            What this rank packed.
+
+        Raises:
+            ConfigError: `version` is not an int of at least 0.
+            ConnectError: ranks are missing, or do not fit.
+            UpdateError: the version before could not be written, or this one not packed, or another run
+                writes to the folder. The next one is full. Call again with any version.
+
+        Collective: yes, over the trainer ranks.
+        """
+        check_version(version)
+        watch = Stopwatch()
+        self._finish()
+        watch.lap("wait")
+        try:
+            with in_step(self._session.comm):
+                self._join(f"version {version}")
+                watch.lap("connect")
+                detection = self._detect(version)
+                watch.lap("detect")
+                decision = self._session.propose(self._proposal(version, detection))
+                failure, self._unreported = self._unreported, ""
+                self._session.agree("the version before", failure)
+                self._session.agree("claim the folder", self._claim_folder())
+                watch.lap("propose")
+                stats, job = self._pack(decision, detection, watch)
+        except BaseException:
+            self._ledger = self._ledger.abort()
+            raise
+        self._view.committed()
+        self._writing = Writing(self._publisher, job)
+        logger.log(
+            logging.INFO if self._rank == 0 else logging.DEBUG, "version %d: %s", version, stats.verdict
+        )
+        return stats
+
+    def wait(self) -> None:
+        """Wait until the last version is in the folder.
+
+        Raises:
+            UpdateAborted: it could not be written; the next one is full.
+
+        Collective: no.
+        """
+        self._finish()
+        failure, self._unreported = self._unreported, ""
+        if failure:
+            raise UpdateAborted(failure)
+
+    def close(self) -> None:
+        """Finish writing and leave. Raises what `wait` raises. Collective: no."""
+        try:
+            self.wait()
+        finally:
+            self._claim.release()
+            self._comm.close()
+
+    def _claim_folder(self) -> str:
+        """Why this run may not write, as rank 0 finds before any rank does."""
+        if self._rank:
+            return ""
+        problem, failure = self._session.attempt(None, lambda: self._claim.take(self.run_id))
+        return problem or failure
+
+    def _finish(self) -> None:
+        """Take note of how the background write ended."""
+        writing, self._writing = self._writing, None
+        if writing is None:
+            return
+        failure = writing.join()
+        if failure:
+            self._ledger = self._ledger.abort()
+            self._unreported = f"version {writing.version} was not written: {failure}"
+        else:
+            self._ledger = self._ledger.commit(writing.version, writing.kind)
+
+    def _join(self, purpose: str) -> bool:
+        """Bind who writes which tensor, too."""
+        joined = super()._join(purpose)
+        if joined:
+            self._wholes = assign_writers(self._session.world, self._session.plan)
+        return joined
+
+    def _detect(self, version: int) -> Detection:
+        """As of every trainer; a folder of full versions gets no deltas."""
+        if self._settings.disk_kind == "full":
+            return Detection(reason=Reason.DELTA_DISABLED)
+        return super()._detect(version)
+
+    def _pack(self, decision: Decision, detection: Detection, watch: Stopwatch) -> tuple[UpdateStats, Job]:
+        """Take from the live weights what the version needs, and agree that all ranks did."""
+        kind, failure = decision.verdict.kind, ""
+        if kind is Kind.FULL or self._shares_whole:
+            _, failure = self._session.attempt(None, self._view.gather_params)
+        scope = scope_of(self._settings, decision)
+        if kind is Kind.DELTA:
+            packed, here = self._session.attempt("encode", lambda: self._pack_delta(detection, scope))
+        else:
+            detection = Detection()
+            taken, here = self._session.attempt("prepare", self._take_weights)
+            self._session.agree("prepare", failure or here)
+            packed, here = self._session.attempt("encode", lambda: self._pack_full(taken or {}, scope))
+        file, digests = packed or (None, {})
+        mine = {
+            "token": random.getrandbits(62),  # rank 0's names this attempt
+            "bytes": file.file.size if file else 0,
+            "elements": sum(entry.count for entry in file.entries) if file else 0,
+            "changed": detection.num_changed,
+            "owned": detection.num_owned,
+        }
+        facts = self._session.agree("encode", failure or here, **mine)
+        watch.lap("encode")
+        stats = self._session.stats(decision, facts, mine=mine, verified=scope.value, seconds=watch.seconds)
+        is_delta = kind is Kind.DELTA
+        job = Job(
+            token=f"{facts[0]['token']:x}",
+            version=decision.version,
+            kind=kind,
+            packed=file,
+            digest=to_text(digests),
+            facts={
+                "run_id": decision.run_id,
+                "base_version": decision.base if is_delta else None,
+                "reason": decision.verdict.reason.name,
+                "changed": stats.total_changed,
+                "owned": stats.total_owned,
+                "tied": tied_names(self._session.world),
+                "scope": scope.value,
+            },
+            extra=self._extra if self._rank == 0 and not is_delta else {},
+        )
+        return stats, job
+
+    def _pack_delta(self, detection: Detection, scope: Scope) -> tuple[PackedFile | None, Digests]:
+        share = detection.num_changed / detection.num_owned if detection.num_owned else 0.0
+        codec = cheapest(self._session.codecs, share, self._publisher.bytes_per_second)
+        router, seat = self._router, self._plan_seat
+        shapes = {whole.name: whole.shape for whole in self._wholes}
+        stored = [
+            pair
+            for (receiver, dtype), changes in router.frames(detection, codec).items()
+            for pair in zip(self._session.plan.between(seat, receiver, dtype), changes, strict=True)
+        ]
+        items = delta_items(stored, shapes, codec)
+        packed = pack_file(self._file_name("delta"), items) if items else None
+        if scope is Scope.OFF:
+            return packed, {}
+        return packed, of_changes(router.owned() if scope is Scope.FULL else stored, shapes)
+
+    def _take_weights(self) -> Taken:
+        return take_weights(self._view, self._routes, self._wholes, self._rank)
+
+    def _pack_full(self, taken: Taken, scope: Scope) -> tuple[PackedFile | None, Digests]:
+        items = bring_together(self._comm, taken, self._wholes, self._rank)
+        digests = {} if scope is Scope.OFF else of_items(items)
+        return (pack_file(self._file_name("model"), items) if items else None), digests
+
+    def _file_name(self, stem: str) -> str:
+        return file_name(stem, self._rank, self._comm.rendezvous.num_trainer_ranks)

@@ -1,0 +1,1 @@
+"""Numbering of elements: spaces, maps between them, and the memory behind them. Pure."""

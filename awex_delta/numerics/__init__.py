@@ -1,1 +1,0 @@
-"""Pure tensor mathematics: tensors and records in, tensors and records out."""

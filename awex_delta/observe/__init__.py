@@ -1,0 +1,1 @@
+"""What updates did: the log of a run, its report, and comparisons of weights."""

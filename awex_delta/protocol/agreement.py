@@ -1,0 +1,120 @@
+"""What ranks tell each other in an update, and what follows from it: the same on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from awex_delta.errors import LockstepError, UpdateAborted
+from awex_delta.protocol.ledger import EngineLedger
+from awex_delta.protocol.verdict import Kind, Reason, Verdict
+from awex_delta.wire.choice import expected_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proposal:
+    """What one rank says before an update.
+
+    role: "trainer" or "engine".
+    version: the version that the caller asked for.
+    run_id, held: of a trainer its own run and watermark, of an engine what it holds. held is None
+        when there is nothing, dirty when writes were not committed.
+    reason, detail: a trainer's own doubt.
+    changed, owned: elements that a trainer found changed, of those that it owns.
+    """
+
+    role: str
+    version: int
+    run_id: str
+    held: int | None
+    dirty: bool = False
+    reason: Reason = Reason.NONE
+    detail: str = ""
+    changed: int = 0
+    owned: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Status:
+    """How a phase ended on one rank: why it cannot go on (empty when it can), and counts for all."""
+
+    phase: str
+    version: int
+    failure: str
+    facts: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """What all ranks concluded from the proposals. base is the version that a delta builds on."""
+
+    version: int
+    run_id: str
+    base: int
+    verdict: Verdict
+
+
+def decide(proposals: Sequence[Proposal], encodings: Sequence[str]) -> Decision:
+    """Full or delta: the worst reason of any rank wins. Pure, so every rank concludes the same.
+
+    Args:
+        proposals: by transfer rank.
+        encodings: those that frames may have; a delta that would be larger than a full sync is none.
+
+    Raises:
+        LockstepError: ranks were asked for different versions, or trainers belong to different runs.
+
+    Collective: no.
+    """
+    versions = {proposal.version for proposal in proposals}
+    if len(versions) > 1:
+        who = {v: [seat for seat, p in enumerate(proposals) if p.version == v] for v in sorted(versions)}
+        raise LockstepError(f"ranks were asked for different versions (version: seats): {who}")
+    trainers = [proposal for proposal in proposals if proposal.role == "trainer"]
+    if len({trainer.run_id for trainer in trainers}) != 1:
+        raise LockstepError("trainer ranks belong to different runs: restart the trainer as a whole")
+    run_id, base = trainers[0].run_id, trainers[0].held
+    reasons = []
+    for proposal in proposals:
+        if proposal.role == "engine":
+            ledger = EngineLedger(run_id=proposal.run_id, version=proposal.held, dirty=proposal.dirty)
+            reasons.append(ledger.doubt(run_id, base))
+        elif proposal.held != base:  # an earlier commit reached only some ranks
+            reasons.append(max(proposal.reason, Reason.PREVIOUS_ABORTED))
+        else:
+            reasons.append(proposal.reason)
+    if not any(reasons) and _too_dense(trainers, encodings):
+        reasons = [Reason.TOO_DENSE if p.role == "trainer" else Reason.NONE for p in proposals]
+    worst = max(reasons)
+    ranks = tuple(seat for seat, reason in enumerate(reasons) if reason is worst) if worst else ()
+    detail = next((proposals[seat].detail for seat in ranks if proposals[seat].detail), "")
+    verdict = Verdict(kind=Kind.FULL if worst else Kind.DELTA, reason=worst, ranks=ranks, detail=detail)
+    return Decision(version=versions.pop(), run_id=run_id, base=-1 if base is None else base, verdict=verdict)
+
+
+def _too_dense(trainers: Sequence[Proposal], encodings: Sequence[str]) -> bool:
+    """True when the changes take more bytes than all bf16 weights do."""
+    changed, owned = sum(t.changed for t in trainers), sum(t.owned for t in trainers)
+    if not changed or not owned:
+        return False
+    share = min(1.0, changed / owned)
+    return share * min(expected_bytes(name, share) for name in encodings) >= torch.bfloat16.itemsize
+
+
+def check_arrived(facts: Sequence[Mapping[str, int]]) -> None:
+    """Every element that was sent has been written, over all ranks.
+
+    Args:
+        facts: of the last agreement: "sent" by trainers, "applied" by engines.
+
+    Raises:
+        UpdateAborted: on every rank alike, with both counts.
+
+    Collective: no.
+    """
+    sent = sum(fact.get("sent", 0) for fact in facts)
+    applied = sum(fact.get("applied", 0) for fact in facts)
+    if sent != applied:
+        raise UpdateAborted(f"trainers sent {sent} elements, engines wrote {applied}")

@@ -1,0 +1,260 @@
+"""The trainer's half of one update."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+
+import torch
+
+from awex_delta.conversion.routes import convert_all
+from awex_delta.detection.slices import Detection
+from awex_delta.observe.runlog.tally import count_parts
+from awex_delta.plan.pairs import dense_volume
+from awex_delta.protocol.agreement import Decision, check_arrived
+from awex_delta.protocol.ledger import check_version
+from awex_delta.protocol.pipeline import Pack, send_frames
+from awex_delta.protocol.rendezvous import Rendezvous
+from awex_delta.protocol.session import Stopwatch, in_step
+from awex_delta.protocol.stats import PartCount, UpdateStats
+from awex_delta.protocol.trainer_end import TrainerEnd
+from awex_delta.protocol.verdict import Kind, Reason
+from awex_delta.protocol.verify import Scope, Verifier
+from awex_delta.settings.agreed import DeltaSettings
+from awex_delta.trainers.view import TrainerView
+from awex_delta.wire.buckets import Bucket, cut
+from awex_delta.wire.choice import MIN_SAMPLE_BYTES, cheapest
+from awex_delta.wire.codec import Codec, RegionChange
+from awex_delta.wire.digest import pays_to_compile
+from awex_delta.wire.frame import pack_frame
+from awex_delta.wire.guard import guard_of, unstated_counts
+
+logger = logging.getLogger(__name__)
+
+_EXPECTED_FULL = frozenset({Reason.NONE, Reason.ANCHOR_DUE, Reason.FIRST_SYNC, Reason.DELTA_DISABLED})
+_WARN_AFTER = 3
+
+
+class Sender(TrainerEnd):
+    """Keeps the engines of one pairing identical to this trainer. One object a trainer rank.
+
+    Example:
+        >>> sender = Sender(view, rendezvous, trainer_rank=rank, settings=settings)  # doctest: +SKIP
+        >>> sender.connect()                                                         # doctest: +SKIP
+        >>> for version in range(steps):                                             # doctest: +SKIP
+        ...     train_step()
+        ...     stats = sender.update_weights(version)
+    """
+
+    def __init__(
+        self,
+        view: TrainerView,
+        rendezvous: Rendezvous,
+        trainer_rank: int,
+        settings: DeltaSettings,
+        *,
+        on_phase: Callable[[str], None] | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        """Check the arguments; nothing is opened before `connect`.
+
+        Args:
+            view: the training framework's adapter.
+            rendezvous: where the ranks meet; the same on all of them.
+            trainer_rank: this rank in the trainer's world, from 0.
+            settings: as both sides resolved them.
+            on_phase: called as each local phase begins; what it raises counts as a failure there.
+            device: where the weights live, None for the CPU.
+
+        Raises:
+            ConfigError: a rank or the world size is not allowed.
+
+        Collective: no.
+        """
+        rendezvous.require_both_sides()
+        super().__init__(view, rendezvous, trainer_rank, settings, on_phase=on_phase, device=device)
+        self._changed_by_key: dict[str, int] | None = None  # of the last committed delta
+        self._unexpected_full = 0
+        self._bytes_per_second: float | None = None  # of the last transfer that was large enough to tell
+
+    @property
+    def changed_by(self) -> tuple[PartCount, ...]:
+        """Where the last committed delta found changes on this rank; empty after a full sync.
+
+        Over all trainer ranks the counts add up to `total_changed` and `total_owned` of the update.
+        """
+        return () if self._changed_by_key is None else count_parts(self._routes, self._changed_by_key)
+
+    def connect(self) -> None:
+        """Meet the engines, agree on the plan, refuse what does not fit. Idempotent.
+
+        Raises:
+            ConnectError: a rank is missing, or the two sides do not fit. No weight was touched.
+
+        Collective: yes, over all transfer ranks.
+        """
+        self._join("connect")
+
+    def update_weights(self, version: int) -> UpdateStats:
+        """Bring every engine to the trainer's current weights, as `version`.
+
+        Call it on all trainer and engine ranks after an optimizer step. Sends a delta where all ranks
+        are sure of the base, and a full sync otherwise.
+
+        Args:
+            version: one more than the last committed one for a delta; anything else means full.
+
+        Returns:
+            What this rank did. Every rank of both sides has committed `version`, or failed.
+
+        Raises:
+            ConfigError: `version` is not an int of at least 0.
+            ConnectError: ranks are missing, or do not fit.
+            UpdateError: the update did not commit anywhere that this rank knows of; the next one is
+                full. Call again with any version.
+
+        Collective: yes, over all transfer ranks.
+        """
+        check_version(version)
+        watch = Stopwatch()
+        try:
+            with in_step(self._comm):
+                self._join(f"version {version}")
+                watch.lap("connect")
+                detection = self._detect(version)
+                watch.lap("detect")
+                decision = self._session.propose(self._proposal(version, detection))
+                watch.lap("propose")
+                with ExitStack() as held:
+                    release = partial(held.enter_context, self._view.transfer())
+                    _, failure = self._session.attempt("release", release)
+                    stats = self._send(decision, detection, watch, failure)
+            self._view.committed()
+        except BaseException:
+            self._ledger = self._ledger.abort()
+            raise
+        self._ledger = self._ledger.commit(version, decision.verdict.kind)
+        is_delta = decision.verdict.kind is Kind.DELTA
+        self._changed_by_key = {c.key: c.num_changed for c in detection.changes} if is_delta else None
+        if stats.wire_bytes >= MIN_SAMPLE_BYTES:
+            self._bytes_per_second = stats.wire_bytes / max(stats.seconds["transfer"], 1e-6)
+        self._report(stats)
+        return stats
+
+    def close(self) -> None:
+        """Leave the pairing. Engines keep what they hold. Collective: no."""
+        self._comm.close()
+
+    def _send(self, decision: Decision, detection: Detection, watch: Stopwatch, failure: str) -> UpdateStats:
+        """One half of the update, up to the completion agreement. failure: of this rank, so far."""
+        verifier = Verifier(self._session, decision, watch)
+        if decision.verdict.kind is Kind.DELTA:
+            num_bytes, num_elements = self._send_delta(decision, detection, watch, verifier, failure)
+        else:
+            detection = Detection()
+            num_bytes, num_elements = self._send_full(watch, verifier, failure)
+        mine = {"bytes": num_bytes, "changed": detection.num_changed, "owned": detection.num_owned}
+        facts = self._session.agree("apply", verifier.failure, sent=num_elements, **mine)
+        check_arrived(facts)
+        watch.lap("apply")
+        verifier.agree()
+        mine["elements"] = num_elements
+        return self._session.stats(
+            decision, facts, mine=mine, verified=verifier.scope.value, seconds=watch.seconds
+        )
+
+    def _send_delta(
+        self,
+        decision: Decision,
+        detection: Detection,
+        watch: Stopwatch,
+        verifier: Verifier,
+        failure: str,
+    ) -> tuple[int, int]:
+        if self._shares_whole:
+            _, late = self._session.attempt(None, self._view.gather_params)
+            failure = failure or late
+        work = partial(self._pack, decision, detection, watch, verifier)
+        packed, here = self._session.attempt("encode", work)
+        self._session.agree("encode", failure or here or verifier.failure)
+        watch.lap("encode")
+        frames, num_elements = packed or ({}, 0)
+        num_bytes, failure = 0, ""
+        for dtype in self._session.plan.dtypes:
+            outgoing = {peer: packs for (peer, kind), packs in frames.items() if kind is dtype}
+            sent, here = send_frames(self._session, dtype, outgoing, watch)
+            num_bytes, failure = num_bytes + sent, failure or here
+        self._session.agree("stage", failure)
+        watch.lap("stage")
+        verifier.owned(self._router.owned())  # while the engines write
+        return num_bytes, num_elements
+
+    def _pack(
+        self, decision: Decision, detection: Detection, watch: Stopwatch, verifier: Verifier
+    ) -> tuple[dict[tuple[int, torch.dtype], list[Pack]], int]:
+        """What makes the frames of each (receiver, dtype), and the elements in them. No frame is empty."""
+        share = detection.num_changed / detection.num_owned if detection.num_owned else 0.0
+        codec = cheapest(self._session.codecs, share, self._bytes_per_second)
+        frames: dict[tuple[int, torch.dtype], list[Pack]] = {}
+        total = 0
+        content = self._router.frames(detection, codec)
+        for (receiver, dtype), changes in content.items():
+            count = sum(change.value.numel() for change in changes)
+            if count:
+                unstated = None if verifier.scope is Scope.OFF else unstated_counts(codec, changes)
+                frames[receiver, dtype] = [
+                    partial(self._frame, decision, receiver, dtype, codec, changes, bucket)
+                    for bucket in cut(changes, codec, dtype, self._settings.bucket_bytes, unstated=unstated)
+                ]
+                total += count
+        watch.lap("encode")
+        verifier.sent(content)
+        return frames, total
+
+    def _frame(
+        self,
+        decision: Decision,
+        receiver: int,
+        dtype: torch.dtype,
+        codec: Codec,
+        changes: list[RegionChange],
+        bucket: Bucket,
+    ) -> torch.Tensor:
+        identity = self._session.frame_identity(decision, self._comm.seat, receiver, dtype)
+        here = bucket.changes(changes)
+        compiled = pays_to_compile(here[0].value.device, self._session.plan.full_bytes)
+        guard = guard_of(here, compiled=compiled) if bucket.guarded else None
+        return pack_frame(identity, codec, here, bucket.span, guard)
+
+    def _send_full(self, watch: Stopwatch, verifier: Verifier, failure: str) -> tuple[int, int]:
+        _, late = self._session.attempt(None, self._view.gather_params)
+        tensors, here = self._session.attempt("prepare", lambda: convert_all(self._view, self._routes))
+        self._session.agree("prepare", failure or late or here)
+        watch.lap("prepare")
+        plan = self._session.plan.dense_plan(self._comm.seat, sending=True)
+        self._comm.send_weights(tensors or {}, plan, phase="send weights")
+        watch.lap("transfer")
+        verifier.dense(tensors or {}, plan)
+        return dense_volume(plan)
+
+    def _report(self, stats: UpdateStats) -> None:
+        self._unexpected_full = 0 if stats.verdict.reason in _EXPECTED_FULL else self._unexpected_full + 1
+        share = stats.total_changed / stats.total_owned if stats.total_owned else 0.0
+        logger.log(
+            logging.INFO if self._rank == 0 else logging.DEBUG,
+            "version %d: %s; %.2f%% of the owned elements changed, %d bytes (%.4f of a full sync), %.3f s",
+            stats.version,
+            stats.verdict,
+            100 * share,
+            stats.total_wire_bytes,
+            stats.total_wire_bytes / max(stats.full_bytes, 1),
+            sum(stats.seconds.values()),
+        )
+        if self._unexpected_full == _WARN_AFTER and self._rank == 0:
+            logger.warning(
+                "%d updates in a row were full syncs, the last because %s: deltas save nothing here",
+                self._unexpected_full,
+                stats.verdict.reason.text,
+            )

@@ -1,0 +1,336 @@
+"""What both halves of an update share: connecting, proposing, agreeing.
+
+Every phase ends in one agreement over all transfer ranks. A rank-local failure is carried as a value
+into the next agreement and raised there by every rank at once, so that no rank ever waits for one
+that gave up. Only a peer that does not answer breaks this pattern; then `Comm` gives the epoch up.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from itertools import product
+from typing import Any, TypeVar
+
+import torch
+from pydantic import TypeAdapter, ValidationError
+
+from awex_delta.errors import ConnectError, LockstepError, UpdateAborted, UpdateError
+from awex_delta.plan.describe import World, dtype_name, parse_world
+from awex_delta.plan.pairs import Plan, build_plan
+from awex_delta.plan.schedule import Meeting, meetings_of
+from awex_delta.protocol.agreement import Decision, Proposal, Status, decide
+from awex_delta.protocol.comm import Comm
+from awex_delta.protocol.stats import UpdateStats
+from awex_delta.settings.agreed import DeltaSettings
+from awex_delta.wire.frame import PROTOCOL_VERSION, FrameIdentity
+from awex_delta.wire.registry import codecs_for
+
+ROW_BYTES = 4096
+"""Width of every proposal and every status on the wire."""
+
+_DETAIL_CHARS = 600
+_LOCAL_SETTINGS = frozenset(
+    {
+        "accumulate",
+        "method",
+        "read_workers",
+        "release_grad_buffers",
+        "timeout_seconds",
+        "connect_timeout_seconds",
+    }
+)
+
+Value = TypeVar("Value")
+
+
+_PROPOSAL = TypeAdapter(Proposal)
+_STATUS = TypeAdapter(Status)
+
+
+def _clip(text: str) -> str:
+    """Short and plain enough for any text to fit a row, whatever JSON makes of it."""
+    return text.encode("ascii", "backslashreplace").decode()[:_DETAIL_CHARS]
+
+
+@contextmanager
+def in_step(comm: Comm) -> Iterator[None]:
+    """Leave the epoch when anything but an agreed failure ends an update here. Collective: no.
+
+    The peers, who do not know of it, then hear at once, and never take this rank's next message for the one
+    that they wait for.
+    """
+    try:
+        yield
+    except UpdateError:
+        raise
+    except BaseException:
+        comm.abandon()
+        raise
+
+
+class Stopwatch:
+    """Seconds by phase."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._since = time.perf_counter()
+
+    def lap(self, phase: str) -> None:
+        """Book the time since the last lap on `phase`. Collective: no."""
+        now = time.perf_counter()
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._since
+        self._since = now
+
+
+class Session:
+    """One rank's part in the agreements of one pairing, over one `Comm`.
+
+    Attributes:
+        world, plan: what all ranks agreed on at connect; valid while connected.
+        meetings: this rank's schedule.
+        codecs: the encodings that frames may have.
+    """
+
+    world: World
+    plan: Plan
+
+    def __init__(
+        self,
+        comm: Comm,
+        settings: DeltaSettings,
+        describe: Callable[[Mapping[str, Any]], Mapping[str, Any]],
+        on_phase: Callable[[str], None] | None,
+        complete: Callable[[World], World] | None = None,
+    ) -> None:
+        """Check what can be checked alone; nothing is opened.
+
+        Args:
+            comm: this rank's seat.
+            settings: must be equal on every rank, but for timeouts and local memory choices.
+            describe: gives this rank's spec as JSON, from the settings that all must share.
+            on_phase: called with the name of each phase as it begins; an exception that it raises
+                counts as this rank's failure in that phase.
+            complete: adds to the world what has no seat, such as a folder that is written to.
+
+        Raises:
+            ConfigError: the world size is not allowed, or the encoding is unknown.
+        """
+        self.comm = comm
+        self.settings = settings
+        self.codecs = codecs_for(settings.encoding)
+        allow_any = settings.allow_any_world_size or not settings.enabled
+        self.meetings: tuple[Meeting, ...] = meetings_of(
+            comm.seat, comm.rendezvous.world_size, allow_any=allow_any
+        )
+        self._describe = describe
+        self._on_phase = on_phase or (lambda phase: None)
+        self._complete = complete or (lambda world: world)
+        self._version = 0
+        self._limits: dict[tuple[int, int, torch.dtype], int] = {}  # elements of a pair: its most frames
+
+    @property
+    def uses_context(self) -> bool:
+        """True when frames may need what both sides know of a region."""
+        return any(codec.needs_context for codec in self.codecs)
+
+    def ensure_connected(self, purpose: str) -> bool:
+        """Meet all ranks in the current epoch, and agree on the plan. True when it had to be done.
+
+        Args:
+            purpose: what begins, such as "version 7".
+
+        Raises:
+            PeerError: another rank already gave the same purpose up.
+            ConnectError: a rank is missing, or the two sides do not fit together. Nothing moved.
+
+        Collective: yes, over all transfer ranks, unless already connected.
+        """
+        if self.comm.usable(purpose):
+            return False
+        self.comm.connect()
+        try:
+            self._meet()
+        except BaseException:  # half connected is not connected, and the peers hear of it at once
+            self.comm.abandon()
+            raise
+        return True
+
+    def _meet(self) -> None:
+        """Exchange descriptions, and conclude the plan from all of them."""
+        spec: Mapping[str, Any]
+        try:
+            spec = self._describe(self._agreed())
+        except Exception as error:  # noqa: BLE001 - all ranks must hear of it, whatever an adapter raises
+            spec = {"error": f"{type(error).__name__}: {error}"}
+        values = self.comm.gather_json(spec, phase="describe")
+        failed = {s: v["error"] for s, v in enumerate(values) if isinstance(v, dict) and "error" in v}
+        if failed:
+            place = self.comm.rendezvous.place
+            raise ConnectError("; ".join(f"{place(seat)}: {text}" for seat, text in failed.items()))
+        self.world = self._complete(parse_world(values, self.comm.rendezvous.num_engine_ranks))
+        self.plan = build_plan(self.world)
+        self._limits = {
+            key: sum(region.numel for region in regions) for key, regions in self.plan.regions.items()
+        }
+        digests = self.comm.gather(self.plan.digest.to_bytes(8, "little"), width=16, phase="plan")
+        if len(set(digests)) > 1:
+            raise LockstepError("ranks computed different transfer plans: do all run the same versions?")
+
+    def propose(self, proposal: Proposal) -> Decision:
+        """Tell all ranks what this rank holds and doubts, and conclude together.
+
+        Raises:
+            LockstepError: see `decide`.
+            PeerError: a rank did not answer.
+
+        Collective: yes, over all transfer ranks.
+        """
+        self._version = proposal.version
+        mine = replace(proposal, detail=_clip(proposal.detail))
+        return decide(self._rows(_PROPOSAL, mine, "propose"), [codec.name for codec in self.codecs])
+
+    def attempt(self, phase: str | None, work: Callable[[], Value]) -> tuple[Value | None, str]:
+        """Run rank-local work of a phase, and turn a failure into a text for the next agreement.
+
+        Without a phase nobody is told that it begins: so where `work` holds a collective of the training
+        framework, which no rank may miss. A failed update (a peer that is gone) is not local and passes
+        through. Collective: no.
+        """
+        try:
+            if phase is not None:
+                self._on_phase(phase)
+            return work(), ""
+        except UpdateError:
+            raise
+        except Exception as error:  # noqa: BLE001 - the phase boundary: every rank must learn of it
+            return None, f"{type(error).__name__}: {error}"
+
+    def agree(self, phase: str, failure: str, **facts: int) -> list[dict[str, int]]:
+        """End a phase: raise on every rank if it failed on any, else return every rank's facts.
+
+        Raises:
+            UpdateAborted: names the ranks that failed, and why.
+            LockstepError: a rank ended another phase, or another version.
+            PeerError: a rank did not answer.
+
+        Collective: yes, over all transfer ranks.
+        """
+        mine = Status(phase=phase, version=self._version, failure=_clip(failure), facts=facts)
+        rows = self._rows(_STATUS, mine, phase)
+        if {(row.phase, row.version) for row in rows} != {(phase, self._version)}:
+            places = [(seat, row.phase, row.version) for seat, row in enumerate(rows)]
+            raise LockstepError(f"ranks are in different phases (seat, phase, version): {places}")
+        failed = {seat: row.failure for seat, row in enumerate(rows) if row.failure}
+        if failed:
+            place = self.comm.rendezvous.place
+            raise UpdateAborted(
+                f"version {self._version} was given up in phase {phase!r}: "
+                + "; ".join(f"{place(seat)}: {text}" for seat, text in failed.items())
+            )
+        return [row.facts for row in rows]
+
+    def exchange_counts(self, dtype: torch.dtype, counts: Mapping[int, int]) -> list[list[int]]:
+        """Tell all ranks how many frames this rank will send to each in the round of `dtype`.
+
+        Args:
+            dtype: wire dtype of the round.
+            counts: frames by receiver.
+
+        Returns:
+            The matrix [sender][receiver].
+
+        Raises:
+            LockstepError: a count is larger than its regions can need, on every rank alike.
+
+        Collective: yes, over all transfer ranks.
+        """
+        world_size = self.comm.rendezvous.world_size
+        mine = b"".join(counts.get(peer, 0).to_bytes(8, "little") for peer in range(world_size))
+        phase = f"frames of {dtype_name(dtype)}, version {self._version}"
+        rows = self.comm.gather(mine, width=8 * world_size + 4, phase=phase)
+        matrix = [
+            [int.from_bytes(row[8 * p : 8 * p + 8], "little") for p in range(world_size)] for row in rows
+        ]
+        for sender, receiver in product(range(world_size), repeat=2):
+            count, limit = matrix[sender][receiver], self._limits.get((sender, receiver, dtype), 0)
+            if count > limit:
+                place = self.comm.rendezvous.place
+                raise LockstepError(
+                    f"{place(sender)} announces {count} frames for {place(receiver)}, "
+                    f"whose regions need at most {limit}"
+                )
+        return matrix
+
+    def frame_identity(
+        self, decision: Decision, sender: int, receiver: int, dtype: torch.dtype
+    ) -> FrameIdentity:
+        """What the frame of one pair and round carries, and what its receiver expects. Collective: no."""
+        return FrameIdentity(
+            run_id=decision.run_id,
+            base_version=decision.base,
+            target_version=decision.version,
+            plan=self.plan.digest,
+            sender=sender,
+            receiver=receiver,
+            dtype=dtype,
+        )
+
+    def stats(
+        self,
+        decision: Decision,
+        facts: Sequence[Mapping[str, int]],
+        *,
+        mine: Mapping[str, int],
+        verified: str,
+        seconds: Mapping[str, float],
+    ) -> UpdateStats:
+        """What an update did, from what all ranks said as it ended.
+
+        Args:
+            decision: what was agreed at the beginning.
+            facts: of every rank: `bytes`, `changed` and `owned`, where it has any.
+            mine: the same of this rank, and `elements`.
+            verified: what was compared.
+            seconds: wall time by phase.
+
+        Collective: no.
+        """
+        total = {name: sum(fact.get(name, 0) for fact in facts) for name in ("bytes", "changed", "owned")}
+        return UpdateStats(
+            version=decision.version,
+            verdict=decision.verdict,
+            wire_bytes=mine["bytes"],
+            num_elements=mine["elements"],
+            num_changed=mine.get("changed", 0),
+            num_owned=mine.get("owned", 0),
+            total_wire_bytes=total["bytes"],
+            total_changed=total["changed"],
+            total_owned=total["owned"],
+            full_bytes=self.plan.full_bytes,
+            verified=verified,
+            seconds=seconds,
+        )
+
+    def _rows(self, rows: TypeAdapter[Value], mine: Value, phase: str) -> list[Value]:
+        """Give one row to every rank and get all. A row that is none of this kind ends the lockstep."""
+        blobs = self.comm.gather(
+            rows.dump_json(mine), width=ROW_BYTES, phase=f"{phase} of version {self._version}"
+        )
+        found: list[Value] = []
+        for seat, blob in enumerate(blobs):
+            try:
+                found.append(rows.validate_json(blob))
+            except ValidationError as error:
+                cause = error.errors(include_url=False)[0]["msg"]
+                raise LockstepError(
+                    f"{self.comm.rendezvous.place(seat)} is not in phase {phase!r} of version "
+                    f"{self._version}, or speaks another protocol: {cause}"
+                ) from error
+        return found
+
+    def _agreed(self) -> dict[str, Any]:
+        shared = {k: v for k, v in asdict(self.settings).items() if k not in _LOCAL_SETTINGS}
+        return {"protocol": PROTOCOL_VERSION, **shared}

@@ -1,0 +1,84 @@
+"""The store that ranks meet in, with an end to every call.
+
+torch's own client waits for ever for a host that is frozen or cut off, and raises errors of torch when
+the host is gone.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TypeVar
+
+from torch._C._distributed_c10d import Store
+
+from awex_delta.errors import PeerError
+from awex_delta.protocol.rendezvous import Rendezvous, first_line
+
+Value = TypeVar("Value")
+
+
+class BoundedStore:
+    """A connection to the store. After a failed call it is broken, and another one has to be opened."""
+
+    def __init__(self, rendezvous: Rendezvous, timeout: timedelta) -> None:
+        """Connect.
+
+        Args:
+            rendezvous: says where.
+            timeout: longest wait in this call, and in each later one.
+
+        Raises:
+            ConnectError: nobody answers there.
+            PeerError: somebody does, but not in time.
+
+        Collective: no.
+        """
+        self.broken = False
+        self._where = "the store" if rendezvous.store else f"the store at {rendezvous.host}:{rendezvous.port}"
+        self._timeout = timeout.total_seconds()
+        self.raw: Store = self._call(lambda: rendezvous.open_store(timeout))
+
+    def swap(self, key: str, expected: str, desired: str) -> str:
+        """Set `key` to `desired` where it is `expected` ("" for absent); says what it is then."""
+        return self._call(lambda: self.raw.compare_set(key, expected, desired)).decode()
+
+    def put(self, key: str, value: str) -> None:
+        """Set `key`, without waiting: torch's client reads no answer to this."""
+        try:
+            self.raw.set(key, value)
+        except RuntimeError as error:
+            self.broken = True
+            raise PeerError(f"{self._where} went away: {first_line(error)}") from error
+
+    def find(self, key: str) -> str | None:
+        """What `key` holds; None when it is absent."""
+        return self._call(lambda: self.raw.get(key).decode() if self.raw.check([key]) else None)
+
+    def drop(self, key: str) -> None:
+        """Forget `key`."""
+        self._call(lambda: self.raw.delete_key(key))
+
+    def _call(self, work: Callable[[], Value]) -> Value:
+        answer: queue.SimpleQueue[tuple[Value | None, Exception | None]] = queue.SimpleQueue()
+
+        def run() -> None:
+            try:
+                answer.put((work(), None))
+            except Exception as error:  # noqa: BLE001 - raised again where the call was made
+                answer.put((None, error))
+
+        threading.Thread(target=run, daemon=True).start()
+        try:
+            value, error = answer.get(timeout=self._timeout)
+        except queue.Empty:
+            self.broken = True
+            raise PeerError(f"{self._where} did not answer within {self._timeout:g} s") from None
+        if isinstance(error, RuntimeError):
+            self.broken = True
+            raise PeerError(f"{self._where} went away: {first_line(error)}") from error
+        if error is not None:
+            raise error
+        return value  # type: ignore[return-value]

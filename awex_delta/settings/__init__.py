@@ -1,0 +1,1 @@
+"""What users write, and what both sides of a pairing mean by it."""

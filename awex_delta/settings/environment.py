@@ -1,0 +1,185 @@
+"""The environment of worker processes, through which a launcher hands them the settings.
+
+No other module reads the process environment, and nothing in the package writes it: `worker_environment`
+returns what a launcher must set.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import os
+import re
+from collections.abc import Mapping
+from typing import Any, get_args
+
+from awex_delta.errors import ConfigError
+from awex_delta.settings.agreed import DeltaSettings
+from awex_delta.settings.resolve import ResolvedDelta
+from awex_delta.settings.schema import DeltaEncoding, DeltaMethod, DeltaVerify, DiskKind, Transport
+
+_DEFAULTS = DeltaSettings()
+
+_SEPARATION = "DTE_SEPARATION_WEIGHT_UPDATE"
+_TRANSFER = "DTE_DELTA_TRANSFER"
+_ANCHOR = "DTE_DELTA_ANCHOR_INTERVAL"
+_STREAMING = "DTE_STREAMING_RECONSTRUCT"
+
+# Set only where they differ from what a worker assumes by itself: variable, then field of DeltaSettings.
+_OPTIONAL_VARIABLES: Mapping[str, str] = {
+    "DTE_DELTA_ENCODING": "encoding",
+    "DTE_VERIFY": "verify",
+    "DTE_VERIFY_INTERVAL": "verify_interval",
+    "DTE_BUCKET_BYTES": "bucket_bytes",
+    "DTE_ALLOW_ANY_WORLD_SIZE": "allow_any_world_size",
+    "DTE_DELTA_METHOD": "method",
+    "DTE_DELTA_ACCUMULATE": "accumulate",
+    "DTE_RELEASE_GRAD_BUFFERS": "release_grad_buffers",
+    "DTE_TIMEOUT_SECONDS": "timeout_seconds",
+    "DTE_CONNECT_TIMEOUT_SECONDS": "connect_timeout_seconds",
+    "DTE_TRANSPORT": "transport",
+    "DTE_DISK_URL": "disk_url",
+    "DTE_DISK_KIND": "disk_kind",
+    "DTE_KEEP_ANCHORS": "keep_anchors",
+    "DTE_READ_WORKERS": "read_workers",
+}
+_VARIABLES = (_SEPARATION, _TRANSFER, _ANCHOR, _STREAMING, *_OPTIONAL_VARIABLES)
+_CHOICES: Mapping[str, tuple[str, ...]] = {
+    "encoding": get_args(DeltaEncoding),
+    "verify": get_args(DeltaVerify),
+    "method": get_args(DeltaMethod),
+    "transport": get_args(Transport),
+    "disk_kind": get_args(DiskKind),
+}
+_FLAGS: Mapping[str, bool] = {"1": True, "true": True, "True": True, "0": False, "false": False, "": False}
+
+
+def worker_environment(resolved: ResolvedDelta) -> dict[str, str]:
+    """The variables that a launcher must set for every trainer and engine worker.
+
+    Args:
+        resolved: from `resolve`.
+
+    Returns:
+        Names and values, from which `settings_from_environment` rebuilds the same settings; empty with
+        deltas off. Merge it over `scrub_worker_environment()`, which drops what was inherited.
+
+    Collective: no.
+    """
+    settings = resolved.settings
+    if not settings.enabled:
+        return {}
+    environment = {
+        # Trainer and engine workers are separate processes that form one group for updates.
+        _SEPARATION: "1",
+        # After the first full sync, updates carry only what changed.
+        _TRANSFER: "1",
+        # Both sides count committed deltas, so both must know after how many a full sync is due.
+        _ANCHOR: str(settings.anchor_interval),
+        # Changes are found slice by slice; a reconstructed copy of all old weights is never held.
+        _STREAMING: "1",
+    }
+    for variable, field in _OPTIONAL_VARIABLES.items():
+        value = getattr(settings, field)
+        if value != getattr(_DEFAULTS, field):
+            environment[variable] = str(value)
+    return environment
+
+
+def scrub_worker_environment(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Copy an environment without this package's variables, so that inherited ones mean nothing.
+
+    Args:
+        environ: the environment to copy; None for that of this process.
+
+    Collective: no.
+    """
+    source = os.environ if environ is None else environ
+    return {name: value for name, value in source.items() if name not in _VARIABLES}
+
+
+def settings_from_environment(environ: Mapping[str, str] | None = None) -> DeltaSettings:
+    """Read in a worker what `worker_environment` wrote for it.
+
+    Args:
+        environ: the environment to read; None for that of this process.
+
+    Returns:
+        The settings. Without `DTE_DELTA_TRANSFER` deltas are off and the other variables are not read.
+
+    Raises:
+        ConfigError: a value cannot be read, the set is incomplete, or a name looks like a misspelling of
+            one of ours. Other names that begin with `DTE_` are left alone.
+
+    Collective: no.
+    """
+    source = os.environ if environ is None else environ
+    _refuse_misspelled(source)
+    if not _flag(source, _TRANSFER):
+        return DeltaSettings(enabled=False)
+    for variable in (_SEPARATION, _STREAMING):
+        if not _flag(source, variable):
+            raise _refused(source, variable, f"it must be on while {_TRANSFER} is")
+    values: dict[str, Any] = {"anchor_interval": _count(source, _ANCHOR)}
+    for variable, field in _OPTIONAL_VARIABLES.items():
+        if variable in source:
+            values[field] = _optional_value(source, variable, field)
+    return DeltaSettings(enabled=True, **values)
+
+
+def _flag(source: Mapping[str, str], variable: str) -> bool:
+    value = source.get(variable, "")
+    if value not in _FLAGS:
+        raise _refused(source, variable, "a flag is one of 1, true, True, 0, false, or empty")
+    return _FLAGS[value]
+
+
+def _count(source: Mapping[str, str], variable: str) -> int:
+    value = source.get(variable, "")
+    if not re.fullmatch(r"[0-9]{1,10}", value):
+        raise _refused(source, variable, "it must be a whole number of 0 or more")
+    return int(value)
+
+
+def _optional_value(source: Mapping[str, str], variable: str, field: str) -> object:
+    """Read a variable as the type of its field's default."""
+    default = getattr(_DEFAULTS, field)
+    if isinstance(default, bool):
+        return _flag(source, variable)
+    if isinstance(default, int):
+        return _count(source, variable)
+    if isinstance(default, float):
+        return _seconds(source, variable)
+    if field in _CHOICES and source[variable] not in _CHOICES[field]:
+        raise _refused(source, variable, f"it must be one of {', '.join(_CHOICES[field])}")
+    return source[variable]
+
+
+def _seconds(source: Mapping[str, str], variable: str) -> float:
+    try:
+        seconds = float(source[variable])
+    except ValueError:
+        seconds = math.nan
+    if not (math.isfinite(seconds) and seconds > 0):
+        raise _refused(source, variable, "it must be a positive number of seconds")
+    return seconds
+
+
+def _refused(source: Mapping[str, str], variable: str, why: str) -> ConfigError:
+    value = repr(source[variable]) if variable in source else "not set"
+    return ConfigError(
+        f"environment variable {variable} is {value}: {why}. Remedy: start workers with exactly what "
+        f"worker_environment() returns, or set {_TRANSFER}=0"
+    )
+
+
+def _refuse_misspelled(source: Mapping[str, str]) -> None:
+    """A name of ours with a letter wrong would otherwise be ignored on this side only."""
+    for name in source:
+        if name in _VARIABLES or not name.upper().startswith("DTE_"):
+            continue
+        close = difflib.get_close_matches(name.upper(), _VARIABLES, n=1, cutoff=0.9)
+        if close:
+            raise ConfigError(
+                f"environment variable {name} is not known. Remedy: rename it to {close[0]}, or unset it"
+            )

@@ -1,0 +1,242 @@
+"""What the settings of both sides mean together. `resolve` makes every check before anything is touched."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from awex_delta.errors import ConfigError
+from awex_delta.settings.agreed import DeltaSettings
+from awex_delta.settings.allocation import ENGINE_BACKENDS, TRAINER_BACKENDS, Allocation, parse_allocation
+from awex_delta.settings.schema import (
+    RolloutConfig,
+    SchedulingStrategy,
+    TrainEngineConfig,
+    WorldSizePolicy,
+)
+
+__all__ = [
+    "ResolvedDelta",
+    "RolloutConfig",
+    "SchedulingStrategy",
+    "Topology",
+    "TrainEngineConfig",
+    "WorldSizePolicy",
+    "check_world_size",
+    "resolve",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Topology:
+    """Both allocations of one pairing."""
+
+    trainer: Allocation
+    engine: Allocation
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of both sides together."""
+        return self.trainer.world_size + self.engine.world_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResolvedDelta:
+    """The settings that both sides must agree on, and where the two sides run.
+
+    topology: None when deltas are off, since dense AWEX takes any backend and any number of ranks.
+    """
+
+    settings: DeltaSettings
+    topology: Topology | None = None
+
+
+def resolve(train: TrainEngineConfig, rollout: RolloutConfig) -> ResolvedDelta:
+    """Check the two sides against each other. Touches no process, group, file or environment.
+
+    Args:
+        train: the trainer's settings.
+        rollout: the inference engines' settings.
+
+    Returns:
+        The agreed settings. With the flag off nothing is checked, and the settings say that deltas are off.
+
+    Raises:
+        ConfigError: deltas are on and cannot work; lists every setting at fault with its value and remedy.
+
+    Collective: no.
+    """
+    if not train.enable_delta_weight_update:
+        return ResolvedDelta(settings=DeltaSettings(enabled=False))
+    problems = [*_train_problems(train), *_disk_problems(train), *_rollout_problems(rollout)]
+    if problems:
+        raise ConfigError("enable_delta_weight_update = True cannot work with\n" + "\n".join(problems))
+    topology = Topology(
+        trainer=parse_allocation(train.backend, backends=TRAINER_BACKENDS),
+        engine=parse_allocation(rollout.backend, backends=ENGINE_BACKENDS),
+    )
+    if train.weight_update_transport == "p2p":  # through a folder the two sides form no world
+        check_world_size(
+            num_trainer_ranks=topology.trainer.world_size,
+            num_engine_ranks=topology.engine.world_size,
+            policy=train.world_size_policy,
+        )
+    settings = DeltaSettings(
+        enabled=True,
+        anchor_interval=train.weight_update_anchor_interval,
+        encoding=train.weight_update_delta_encoding,
+        verify=train.weight_update_verify,
+        verify_interval=train.weight_update_verify_interval,
+        bucket_bytes=train.weight_update_bucket_bytes,
+        allow_any_world_size=train.world_size_policy == "any",
+        method=train.weight_update_delta_method,
+        accumulate=train.weight_update_delta_accumulate,
+        release_grad_buffers=train.weight_update_release_grad_buffers,
+        timeout_seconds=train.weight_update_timeout_seconds,
+        connect_timeout_seconds=train.weight_update_connect_timeout_seconds,
+        transport=train.weight_update_transport,
+        disk_url=train.weight_update_disk_url,
+        disk_kind=train.weight_update_disk_kind,
+        keep_anchors=train.weight_update_keep_anchors,
+        read_workers=train.weight_update_read_workers,
+    )
+    return ResolvedDelta(settings=settings, topology=topology)
+
+
+def check_world_size(*, num_trainer_ranks: int, num_engine_ranks: int, policy: WorldSizePolicy) -> None:
+    """Refuse a number of ranks for which the transfer schedule does not exist.
+
+    Args:
+        num_trainer_ranks: trainer processes.
+        num_engine_ranks: engine processes, over all replicas.
+        policy: `any` allows a total that is not a power of two.
+
+    Raises:
+        ConfigError: a side has no ranks, or the total does not fit the policy.
+
+    Collective: no.
+    """
+    world_size = num_trainer_ranks + num_engine_ranks
+    counts = f"{num_trainer_ranks} trainer + {num_engine_ranks} engine ranks = {world_size}"
+    if num_trainer_ranks < 1 or num_engine_ranks < 1:
+        raise ConfigError(
+            f"{counts}: a side has no ranks. Remedy: give train.backend and rollout.backend at least one each"
+        )
+    if policy == "power_of_two" and world_size & (world_size - 1):
+        below = 1 << (world_size.bit_length() - 1)
+        raise ConfigError(
+            f"{counts}: not a power of two, while train.world_size_policy = 'power_of_two'. Remedy: change "
+            f"train.backend or rollout.backend so that the ranks add up to {below} or {2 * below}, or set "
+            "world_size_policy: any"
+        )
+
+
+def _train_problems(train: TrainEngineConfig) -> Iterator[str]:
+    yield from _backend_problems("train.backend", train.backend, TRAINER_BACKENDS)
+    yield from _version_problems("train.version", train.version)
+    if train.weight_update_mode != "awex":
+        yield _problem(
+            "train.weight_update_mode",
+            train.weight_update_mode,
+            "only AWEX's transfer carries deltas",
+            "set weight_update_mode: awex",
+        )
+    if train.use_lora:
+        yield _problem(
+            "train.use_lora",
+            train.use_lora,
+            "LoRA trains adapters, and deltas are found in the optimizer state of full weights",
+            "set use_lora: false",
+        )
+    if train.weight_update_verify == "off" and train.weight_update_verify_interval:
+        yield _problem(
+            "train.weight_update_verify_interval",
+            train.weight_update_verify_interval,
+            "nothing is compared while weight_update_verify is 'off'",
+            "set weight_update_verify: touched, or weight_update_verify_interval: 0",
+        )
+    if train.ppo_n_minibatches < 1:
+        yield _problem(
+            "train.ppo_n_minibatches",
+            train.ppo_n_minibatches,
+            "without a step nothing is trained",
+            "set ppo_n_minibatches: 1",
+        )
+    elif train.ppo_n_minibatches > 1 and not _covers_many_steps(train):
+        yield _problem(
+            "train.ppo_n_minibatches",
+            train.ppo_n_minibatches,
+            "with more than one optimizer step between two updates, inverting the last one misses what the "
+            "earlier ones changed",
+            "set weight_update_delta_accumulate: true, which follows every step for one byte of memory an "
+            "owned element, or set ppo_n_minibatches: 1",
+        )
+    if train.weight_update_delta_accumulate and train.weight_update_delta_method != "adamw":
+        yield _problem(
+            "train.weight_update_delta_accumulate",
+            train.weight_update_delta_accumulate,
+            "only inverted steps are added up; a snapshot covers any number of steps by itself",
+            "set weight_update_delta_accumulate: false, or weight_update_delta_method: adamw",
+        )
+
+
+def _covers_many_steps(train: TrainEngineConfig) -> bool:
+    return train.weight_update_delta_accumulate or train.weight_update_delta_method == "snapshot"
+
+
+def _disk_problems(train: TrainEngineConfig) -> Iterator[str]:
+    """A folder that is missing, and settings that one of the two transports would not heed."""
+    url = train.weight_update_disk_url
+    if train.weight_update_transport == "disk":
+        if not url:
+            yield _problem(
+                "train.weight_update_disk_url",
+                url,
+                "weight_update_transport = 'disk' needs a folder",
+                "name one that trainer and engines reach, such as /shared/run or s3://bucket/run",
+            )
+        if train.weight_update_release_grad_buffers:
+            yield _problem(
+                "train.weight_update_release_grad_buffers",
+                True,  # noqa: FBT003 - the value of the setting
+                "through a folder nothing is transferred while training waits",
+                "set weight_update_release_grad_buffers: false",
+            )
+        return
+    for field, default in (("weight_update_disk_url", ""), ("weight_update_disk_kind", "delta")):
+        value = getattr(train, field)
+        if value != default:
+            yield _problem(
+                f"train.{field}",
+                value,
+                "weight_update_transport = 'p2p' uses no folder",
+                "set weight_update_transport: disk, or remove it",
+            )
+
+
+def _rollout_problems(rollout: RolloutConfig) -> Iterator[str]:
+    yield from _backend_problems("rollout.backend", rollout.backend, ENGINE_BACKENDS)
+    yield from _version_problems("rollout.version", rollout.version)
+    if rollout.scheduling_strategy.type != "separation":
+        yield _problem(
+            "rollout.scheduling_strategy.type",
+            rollout.scheduling_strategy.type,
+            "an engine on the trainer's devices shares its memory and needs no transfer",
+            "set scheduling_strategy: separation",
+        )
+
+
+def _backend_problems(field: str, backend: str, backends: tuple[str, ...]) -> Iterator[str]:
+    try:
+        parse_allocation(backend, backends=backends)
+    except ConfigError as error:
+        yield _problem(field, backend, str(error), f"write an allocation such as {backends[0]}:d2p1t4")
+
+
+def _version_problems(field: str, version: str) -> Iterator[str]:
+    if version != "v2":
+        yield _problem(field, version, "deltas need the v2 control plane on both sides", "set version: v2")
+
+
+def _problem(field: str, value: object, why: str, remedy: str) -> str:
+    return f"  {field} = {value!r}: {why}. Remedy: {remedy}"

@@ -1,0 +1,125 @@
+"""What the sender needs from a training framework."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+
+from awex_delta.detection.slices import Detection, OwnedSlice, param_key
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightInfo:
+    """One local Megatron tensor that inference must receive.
+
+    owners: transfer-independent trainer ranks (0-based among trainers) of the optimizer group that
+        owns the parameter in parts, this rank included; empty for tensors no optimizer owns
+        (buffers, frozen weights) and for those that are always sent whole (fp32 parameters).
+    owned: the half-open flat range that this rank owns; (0, 0) when it owns nothing of it.
+    trained: an optimizer steps it, whether it is sent sparsely or whole.
+    """
+
+    param: str
+    chunk: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    owners: tuple[int, ...]
+    owned_start: int
+    owned_stop: int
+    trained: bool = False
+
+    @property
+    def key(self) -> str:
+        """Identity of the tensor on this rank."""
+        return param_key(self.param, self.chunk)
+
+    @property
+    def sparse(self) -> bool:
+        """True when owners send only what changed; False when the tensor travels whole."""
+        return bool(self.owners)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerLayout:
+    """Where a trainer rank stands, for AWEX's planner.
+
+    architecture: `hf_config.architectures[0]`.
+    rank_info: the fields of AWEX's RankInfo as plain JSON values.
+    vocab_size: rows of the HF embedding; Megatron may hold more (padding), which are never sent.
+    tied_embeddings: lm_head is the embedding.
+    """
+
+    architecture: str
+    rank_info: Mapping[str, int | str | bool]
+    vocab_size: int
+    tied_embeddings: bool
+
+
+@runtime_checkable
+class TrainerView(Protocol):
+    """What the sender needs from a training framework. Every method is rank-local unless it says so."""
+
+    def layout(self) -> TrainerLayout:
+        """This rank's place among the trainers."""
+
+    def weights(self) -> Sequence[WeightInfo]:
+        """All local tensors that inference receives, in a stable order."""
+
+    def tensor(self, key: str) -> torch.Tensor:
+        """The live local tensor of `key` in the shape of its `WeightInfo`."""
+
+    def owned_slices(self) -> Iterator[OwnedSlice]:
+        """The owned ranges with their live optimizer state, in the order of `weights()`."""
+
+    def detect(self) -> Detection:
+        """Find what changed since the last `committed()`. No collective."""
+
+    def gather_params(self) -> None:
+        """Make every local weight current (finish or force the parameter all-gather).
+
+        Collective over the data-parallel groups; called on all trainer ranks for a full sync only.
+        """
+
+    def committed(self) -> None:
+        """The receivers now hold the current weights: forget recorded steps."""
+
+    def convert(self, key: str, tensor: torch.Tensor) -> Sequence[tuple[str, torch.Tensor]]:
+        """HF names and tensors for a tensor shaped like `tensor(key)`, by AWEX's converter.
+
+        Accepts any dtype and the meta device. A tied lm_head is listed beside the embedding.
+        """
+
+    def transfer(self) -> AbstractContextManager[None]:
+        """Held around sending: may release gradient buffers, and restores them whatever happens."""
+
+
+@runtime_checkable
+class SharedTrainerView(TrainerView, Protocol):
+    """A trainer that several groups of engines can follow, each at its own version."""
+
+    def fork(self) -> SharedTrainerView:
+        """The same trainer, with changes counted from commits of its own. Rank-local."""
+
+    def detach(self) -> None:
+        """Stop recording optimizer steps for this view. Rank-local."""
+
+
+@runtime_checkable
+class GatheringTrainerView(TrainerView, Protocol):
+    """A trainer whose ranks can put together what each of them owns."""
+
+    def gather_owned(self, parts: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """Whole local tensors from parts of them.
+
+        Args:
+            parts: key -> bf16 [owned_stop - owned_start], for each parameter that this rank owns a part of.
+
+        Returns:
+            Key -> bf16 in the shape of its `WeightInfo`, for each sparse parameter.
+
+        Collective: over the owners of each parameter; called on all trainer ranks.
+        """
