@@ -1,133 +1,177 @@
-"""Reading and writing elements of live tensors, bit for bit, whatever their strides are."""
+"""The memory behind a line: live tensors, read and written at positions of the line, one call a storage.
+
+Elements move as integers of their width, so that NaN payloads and the sign of zero survive.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from awex_delta.errors import CorruptFrameError, LayoutError
 
-# An element is moved as an integer of its width, so that NaN payloads and the sign of zero survive.
-_BITS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
+BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integers by their width in bytes."""
+
+_Dims = list[tuple[int, int]]
 
 
-def scatter_into(view: torch.Tensor, index: torch.Tensor, values: torch.Tensor) -> None:
-    """Overwrite single elements of a live tensor, bit for bit, whatever its strides are.
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as integers of its width, so that NaN equals itself and -0.0 differs from 0.0."""
+    return tensor.detach().view(BITS[tensor.element_size()])
 
-    Positions count the elements of `view` row by row, also when it is a column slice or a transpose,
-    where `view.reshape(-1)` would be a copy and the write would be lost.
 
-    Args:
-        view: destination, bf16, fp16 or fp32.
-        index: int32 or int64 [n] on the device of `view`, ascending and in range: a frame that says
-            otherwise is refused where it is unpacked.
-        values: [n], dtype and device of `view`.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Memory:
+    """A storage that tensors next to each other in the line share, as flat integers.
 
-    Raises:
-        LayoutError: `values` has another dtype than `view`, or that dtype cannot be written.
-        CorruptFrameError: there are not as many values as positions.
-
-    Collective: no.
+    stop: where the tensors end in the line.
+    dtype: of the tensors.
     """
-    if view.dtype not in _BITS or values.dtype != view.dtype:
-        raise LayoutError(f"cannot write {values.dtype} values into a {view.dtype} tensor")
-    if values.shape != index.shape:
-        raise CorruptFrameError(f"{values.numel()} values for {index.numel()} positions")
-    if index.numel() == 0:
-        return
-    bits = _BITS[view.dtype]
-    cells = view.detach().view(bits)
-    offsets = index.long()
-    if cells.is_contiguous():
-        flat = cells.view(-1)
-    else:
-        flat, offsets = _span(cells), _strided_offsets(cells, offsets)
-    flat.scatter_(0, offsets, values.detach().view(bits))
+
+    stop: int
+    cells: torch.Tensor
+    dtype: torch.dtype
 
 
-def gather_from(view: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Read single elements of a live tensor, at the positions that `scatter_into` writes.
+class Storages:
+    """Live tensors in the order of a line.
 
-    Args:
-        view: bf16, fp16 or fp32, any strides.
-        index: int64 [n] on the device of `view`, in range.
-
-    Returns:
-        [n], dtype of `view`, a copy.
-
-    Collective: no.
+    Whoever describes a line puts tensors of one storage together: each change of storage costs one more call.
     """
-    cells = view.detach().view(_BITS[view.dtype])
-    if cells.is_contiguous():
-        return cells.view(-1).index_select(0, index).view(view.dtype)
-    return _span(cells).index_select(0, _strided_offsets(cells, index)).view(view.dtype)
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Look at the tensors; nothing is copied.
+
+        Args:
+            tensors: in the order of the line; any shapes and strides, on one device, no two elements in one
+                memory cell.
+
+        Raises:
+            LayoutError: the tensors lie on several devices.
+        """
+        devices = {tensor.device for tensor in tensors} or {torch.device("cpu")}
+        if len(devices) > 1:
+            raise LayoutError(f"the tensors of one rank lie on several devices: {sorted(map(str, devices))}")
+        self.device = devices.pop()
+        self._places = [_place(tensor) for tensor in tensors]
+        self._memories = list(_memories(tensors))
+        starts = torch.tensor([0, *(tensor.numel() for tensor in tensors)]).cumsum(0)
+        first = torch.tensor([tensor.storage_offset() for tensor in tensors], dtype=torch.int64)
+        stops = torch.tensor([memory.stop for memory in self._memories], dtype=torch.int64)
+        # Tables lie where positions do: they are uploaded once.
+        self._starts, self._first, self._stops = (t.to(self.device) for t in (starts, first, stops))
+        self._dims = _dims_table(tensors, self.device)
+        self.numel = int(starts[-1])
+
+    def hold(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """True while these tensors are the memory that this object reads and writes."""
+        return [_place(tensor) for tensor in tensors] == self._places
+
+    def gather(self, pos: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Read single elements.
+
+        Args:
+            pos: int64 [n] on the device of the tensors, ascending positions in the line.
+            dtype: what elements of another dtype are cast to.
+
+        Returns:
+            [n] in `dtype` on the same device, a copy.
+        """
+        out = torch.empty(pos.numel(), dtype=dtype, device=self.device)
+        raw = bits(out)
+        for memory, cells, here in self._at(pos):
+            if memory.dtype is dtype:
+                raw[here] = memory.cells[cells]
+            else:
+                out[here] = memory.cells[cells].view(memory.dtype).to(dtype)
+        return out
+
+    def scatter(self, pos: torch.Tensor, value: torch.Tensor) -> None:
+        """Overwrite single elements, bit for bit.
+
+        Args:
+            pos: int64 [n] on the device of the tensors, ascending positions in the line.
+            value: [n] on the same device, in the dtype of the tensors.
+
+        Raises:
+            LayoutError: a tensor has another dtype.
+            CorruptFrameError: there are not as many values as positions.
+        """
+        if value.shape != pos.shape:
+            raise CorruptFrameError(f"{value.numel()} values for {pos.numel()} positions")
+        raw = bits(value)
+        for memory, cells, here in self._at(pos):
+            if memory.dtype is not value.dtype:
+                raise LayoutError(f"cannot write {value.dtype} values into a {memory.dtype} tensor")
+            memory.cells[cells] = raw[here]
+
+    def _at(self, pos: torch.Tensor) -> Iterator[tuple[_Memory, torch.Tensor, slice]]:
+        """Each memory that is touched, the cells in it, and which of the positions these are."""
+        if not pos.numel():
+            return
+        edges = [0, *torch.searchsorted(pos, self._stops).tolist()]
+        if edges[-1] != pos.numel():
+            raise CorruptFrameError(f"a position lies beyond a line of {self.numel} elements")
+        cells = self._cells(pos)
+        for memory, start, stop in zip(self._memories, edges, edges[1:], strict=False):
+            if start < stop:
+                yield memory, cells[start:stop], slice(start, stop)
+
+    def _cells(self, pos: torch.Tensor) -> torch.Tensor:
+        """Offsets in the storages, int64 [n]."""
+        counts = torch.searchsorted(pos, self._starts).diff()
+        if self._dims is None:
+            shift = self._first - self._starts[:-1]
+            return pos + torch.repeat_interleave(shift, counts, output_size=pos.numel())
+        tensor = torch.repeat_interleave(counts, output_size=pos.numel())
+        rest, cells = pos - self._starts[tensor], self._first[tensor]
+        for size, stride in self._dims:
+            cells += rest % size[tensor] * stride[tensor]
+            rest = torch.div(rest, size[tensor], rounding_mode="floor")
+        return cells
 
 
-def read_range(view: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-    """Read consecutive elements of a live tensor, counted row by row whatever its strides are.
-
-    Args:
-        view: any strides.
-        start, stop: half-open range of positions.
-
-    Returns:
-        [stop - start], dtype of `view`; an alias where that is possible, otherwise a copy of little more.
-
-    Collective: no.
-    """
-    whole = view.detach()
-    if whole.is_contiguous() or whole.dim() < 2:
-        return whole.reshape(-1)[start:stop]
-    row = whole[0].numel()
-    first = start // row
-    edge = (first + 1) * row
-    if start < stop <= edge:  # no more than what is asked for: a row can be large
-        return read_range(whole[first], start - first * row, stop - first * row)
-    if start < stop <= start + row:
-        return torch.cat([read_range(view, start, edge), read_range(view, edge, stop)])
-    rows = whole[first : -(-stop // row)].reshape(-1)
-    return rows[start - first * row : stop - first * row]
+def _place(tensor: torch.Tensor) -> tuple[object, ...]:
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
-def write_range(view: torch.Tensor, start: int, values: torch.Tensor) -> None:
-    """Overwrite consecutive elements of a live tensor, at the positions that `read_range` reads.
-
-    Args:
-        view: destination, any strides.
-        start: position of the first element.
-        values: [n], dtype and device of `view`.
-
-    Collective: no.
-    """
-    whole = view.detach()
-    if whole.dim() == 0:
-        whole = whole.view(1)
-    if whole.is_contiguous() or whole.dim() == 1:
-        flat = whole.view(-1) if whole.is_contiguous() else whole
-        flat[start : start + values.numel()].copy_(values)
-        return
-    row = whole[0].numel()
-    while values.numel():
-        place, within = divmod(start, row)
-        if within or values.numel() < row:
-            taken = min(row - within, values.numel())
-            write_range(whole[place], within, values[:taken])
-        else:
-            num_rows = values.numel() // row
-            taken = num_rows * row
-            whole[place : place + num_rows].copy_(values[:taken].view(num_rows, *whole.shape[1:]))
-        start, values = start + taken, values[taken:]
+def _memories(tensors: Sequence[torch.Tensor]) -> Iterator[_Memory]:
+    """One for each storage, in the order of the line."""
+    stop, last = 0, len(tensors) - 1
+    for place, tensor in enumerate(tensors):
+        stop += tensor.numel()
+        here = tensor.untyped_storage().data_ptr(), tensor.dtype
+        if place < last:
+            after = tensors[place + 1]
+            if here == (after.untyped_storage().data_ptr(), after.dtype):
+                continue
+        cells = torch.empty(0, dtype=BITS[tensor.element_size()], device=tensor.device)
+        storage = tensor.untyped_storage()
+        cells.set_(storage, 0, (storage.nbytes() // tensor.element_size(),), (1,))
+        yield _Memory(stop=stop, cells=cells, dtype=tensor.dtype)
 
 
-def _span(cells: torch.Tensor) -> torch.Tensor:
-    """The memory from the first to the last element of a strided tensor, as one flat alias."""
-    last = sum((size - 1) * stride for size, stride in zip(cells.shape, cells.stride(), strict=True))
-    return cells.as_strided((last + 1,), (1,))
+def _dims_table(
+    tensors: Sequence[torch.Tensor], device: torch.device
+) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
+    """Sizes and strides of all tensors by dimension, the last one first; None if each lies together."""
+    if all(tensor.is_contiguous() for tensor in tensors):
+        return None
+    dims = [_collapsed(tensor) for tensor in tensors]
+    depth = max(map(len, dims))
+    padded = torch.tensor([[*one, *[(1, 0)] * (depth - len(one))] for one in dims]).to(device)
+    return [(padded[:, place, 0].contiguous(), padded[:, place, 1].contiguous()) for place in range(depth)]
 
 
-def _strided_offsets(cells: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Memory offsets, from the first element, of row-major positions in a strided tensor."""
-    offsets = torch.zeros_like(index)
-    for size, stride in zip(reversed(cells.shape), reversed(cells.stride()), strict=True):
-        offsets += index.remainder(size) * stride
-        index = index.div(size, rounding_mode="floor")
-    return offsets
+def _collapsed(tensor: torch.Tensor) -> _Dims:
+    """Size and stride of each dimension, the last one first; dimensions that lie together as one."""
+    found: _Dims = []
+    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
+        if found and found[-1][0] * found[-1][1] == stride:
+            found[-1] = (found[-1][0] * size, found[-1][1])
+        elif size != 1:
+            found.append((size, stride))
+    return found or [(1, 1)]
