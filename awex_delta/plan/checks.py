@@ -4,44 +4,60 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 
-from awex.transfer.transfer_plan import CommunicationOperation
+import numpy as np
+from awex.transfer.transfer_plan import TransferPlan
 
 from awex_delta.errors import LayoutError, OwnershipError
-from awex_delta.plan.describe import EngineSpec, OutputSpec, TensorSpec, TrainerSpec, World
+from awex_delta.plan.columns import Ints
+from awex_delta.plan.describe import EngineColumns, EngineSpec, TrainerColumns, TrainerSpec
+from awex_delta.plan.pairs import Pair, engine_line
+from awex_delta.plan.world import World
 
 VOCAB_TENSORS = ("model.embed_tokens.weight", "lm_head.weight")
 TIED_HEAD = "lm_head.weight"
 
 
-def check_ownership(trainers: Sequence[TrainerSpec]) -> None:
-    """Every element of every optimizer-owned parameter is owned exactly once in its group.
+def check_ownership(trainers: Sequence[TrainerSpec], rank: int) -> None:
+    """Every element of every parameter that this rank owns with others is owned exactly once.
+
+    Args:
+        trainers: all of them, by rank.
+        rank: whose parameters are looked at. Of a parameter that ranks share, the first of them looks.
 
     Raises:
         OwnershipError: names the parameter, the ranks and the element where a hole or overlap begins.
     """
-    by_rank = {trainer.rank: {param.key: param for param in trainer.params} for trainer in trainers}
-    for trainer in trainers:
-        for param in trainer.params:
-            if param.owners and trainer.rank not in param.owners:
+    me = trainers[rank]
+    places = {
+        other: {key: place for place, key in enumerate(trainers[other].layout.keys)}
+        for other in {owner for owners in me.owners for owner in owners if 0 <= owner < len(trainers)}
+    }
+    for place, (key, owners) in enumerate(zip(me.layout.keys, me.owners, strict=True)):
+        if owners and rank not in owners:
+            raise OwnershipError(f"{key}: trainer rank {rank} is not among its own owners {owners}")
+        if not owners or rank != min(owners):
+            continue
+        numel, ranges = int(me.layout.numels[place]), []
+        for owner in owners:
+            there = places.get(owner, {}).get(key)
+            other = trainers[owner] if there is not None else None
+            if (
+                other is None
+                or there is None
+                or other.owners[there] != owners
+                or int(other.layout.numels[there]) != numel
+            ):
                 raise OwnershipError(
-                    f"{param.key}: trainer rank {trainer.rank} is not among its own owners {param.owners}"
+                    f"{key}: trainer rank {rank} shares it with ranks {owners}, "
+                    f"but rank {owner} does not hold the same parameter with the same owners"
                 )
-            if not param.owners or trainer.rank != min(param.owners):
-                continue
-            ranges = []
-            for owner in param.owners:
-                other = by_rank.get(owner, {}).get(param.key)
-                if other is None or other.owners != param.owners or other.numel != param.numel:
-                    raise OwnershipError(
-                        f"{param.key}: trainer rank {trainer.rank} shares it with ranks {param.owners}, "
-                        f"but rank {owner} does not hold the same parameter with the same owners"
-                    )
-                if other.owned_stop > other.owned_start:
-                    ranges.append((other.owned_start, other.owned_stop, owner))
-            _check_tiling(param.key, param.numel, sorted(ranges))
+            start, stop = other.owned[:, there].tolist()
+            if stop > start:
+                ranges.append((start, stop, owner))
+        _check_tiling(key, numel, sorted(ranges))
 
 
 def _check_tiling(key: str, numel: int, ranges: Sequence[tuple[int, int, int]]) -> None:
@@ -67,66 +83,108 @@ def check_layouts(world: World) -> None:
         LayoutError: names the tensor on both sides.
     """
     offered = _offered(world.trainers)
-    tied = set(VOCAB_TENSORS) if world.trainers[0].tied_embeddings else set()
+    head_may_miss = world.trainers[0].tied_embeddings
+    tied = set(VOCAB_TENSORS) if head_may_miss else set()
+    checked: set[tuple[int, ...]] = set()
     for engine, ranks in _instances(world.engines).items():
-        held = {t.name: t for rank in ranks for t in rank.tensors}
+        layouts = tuple(id(spec.layout) for spec in ranks)
+        if layouts in checked:  # a replica of another engine
+            continue
+        checked.add(layouts)
+        held: dict[str, tuple[str, str]] = {}
+        for spec in ranks:
+            one = spec.layout
+            held |= dict(zip(one.names, zip(one.dtypes, one.tied_to, strict=True), strict=True))
         missing = sorted(offered.keys() - held.keys())
-        if world.trainers[0].tied_embeddings:
+        if head_may_miss:
             missing = [name for name in missing if name != TIED_HEAD]
-        extra = sorted(name for name in held.keys() - offered.keys() if held[name].tied_to is None)
+        extra = sorted(name for name in held.keys() - offered.keys() if not held[name][1])
         if missing or extra:
             raise LayoutError(
                 f"engine {engine!r} and the trainer name different tensors: only the trainer has "
                 f"{_some(missing)}; only the engine has {_some(extra)}"
             )
-        for name, tensor in sorted(held.items()):
-            if tensor.tied_to is None:
-                _check_dtype(engine, tensor, offered[name])
-            elif name in offered and {name, tensor.tied_to} != tied:
+        for name, (dtype, alias) in sorted(held.items()):
+            if alias and name in offered and {name, alias} != tied:
                 raise LayoutError(
-                    f"{name}: engine {engine!r} ties it to {tensor.tied_to}, but the trainer trains the two "
+                    f"{name}: engine {engine!r} ties it to {alias}, but the trainer trains the two "
                     "apart: serve the model with untied weights (tie_word_embeddings)"
                 )
-        _check_parts(engine, ranks)
+            if not alias and dtype != offered[name][0]:
+                raise LayoutError(
+                    f"{name}: the trainer sends {offered[name][0]}, engine {engine!r} serves {dtype}; "
+                    "load the engine with the trainer's dtype"
+                )
+        _check_parts(engine, ranks, offered)
 
 
-def check_coverage(world: World, operations: Sequence[CommunicationOperation]) -> None:
-    """Every element of every engine shard is written by exactly one operation of the plan.
+def check_dense_coverage(engine: EngineSpec, plan: TransferPlan) -> None:
+    """A full sync writes every element of an engine rank exactly once.
+
+    Args:
+        engine: the rank.
+        plan: AWEX's plan as this rank sees it.
 
     Raises:
         LayoutError: names the tensor, the engine rank and how many elements are covered.
     """
-    covered: dict[tuple[int, str], int] = defaultdict(int)
-    for op in operations:
-        covered[op.recv_rank, op.recv_shard_meta.name] += math.prod(op.overlap_shape)
-    for engine in world.engines:
-        for tensor in engine.tensors:
-            want = math.prod(tensor.shape)
-            got = covered[engine.rank, tensor.name]
-            if tensor.tied_to is None and got != want:
-                raise LayoutError(
-                    f"{tensor.name}: engine {engine.engine!r} (rank {engine.rank}) holds {want} elements "
-                    f"(global shape {list(tensor.global_shape)}), the trainer's shards reach {got} of them"
-                )
+    covered: dict[str, int] = defaultdict(int)
+    for op in (op for ops in plan.operations.values() for op in ops):
+        covered[op.recv_shard_meta.name] += math.prod(op.overlap_shape)
+    line = engine_line(engine.layout)
+    counts = np.array([covered[name] for name in line.names], np.int64)
+    _check_counts(engine, counts, "the trainer's shards reach")
 
 
-def _offered(trainers: Sequence[TrainerSpec]) -> dict[str, OutputSpec]:
-    offered: dict[str, OutputSpec] = {}
+def check_coverage(engine: EngineSpec, pairs: Iterable[Pair]) -> None:
+    """The lines of all pairs together hold every element of an engine rank exactly once.
+
+    Raises:
+        LayoutError: names the tensor, the engine rank and how many elements are covered.
+    """
+    starts = engine_line(engine.layout).starts.numpy()
+    counts = np.zeros(starts.size - 1, np.int64)
+    for pair in pairs:
+        tensor = np.searchsorted(starts, pair.stored.target.numpy(), side="right") - 1
+        np.add.at(counts, tensor, pair.stored.numels.numpy())
+    _check_counts(engine, counts, "the trainer's owners send")
+
+
+def _check_counts(engine: EngineSpec, counts: Ints, what: str) -> None:
+    line = engine_line(engine.layout)
+    sizes = line.starts.diff().numpy()
+    for place in np.flatnonzero(counts != sizes)[:1].tolist():
+        name = line.names[place]
+        shape = engine.layout.global_shapes[engine.layout.places[name]]
+        raise LayoutError(
+            f"{name}: engine {engine.engine!r} (rank {engine.rank}) holds {sizes[place]} elements "
+            f"(global shape {list(shape)}), {what} {counts[place]} of them"
+        )
+
+
+Offered = dict[str, tuple[str, tuple[int, ...]]]
+"""By HF name: the dtype that trainers send, and the shape of the part of one of them."""
+
+
+def _offered(trainers: Sequence[TrainerSpec]) -> Offered:
+    offered: Offered = {}
+    seen: set[int] = set()
     for trainer in trainers:
-        names: set[str] = set()
-        for param in trainer.params:
-            for output in param.outputs:
-                if output.name in names:
-                    raise LayoutError(
-                        f"{output.name}: trainer rank {trainer.rank} converts two parameters to it"
-                    )
-                names.add(output.name)
-                known = offered.setdefault(output.name, output)
-                if known.dtype != output.dtype:
-                    raise LayoutError(
-                        f"{output.name}: trainer ranks hold it as {known.dtype} and {output.dtype}"
-                    )
+        if id(trainer.layout) not in seen:
+            seen.add(id(trainer.layout))
+            _offer(offered, trainer.layout, trainer.rank)
     return offered
+
+
+def _offer(offered: Offered, layout: TrainerColumns, rank: int) -> None:
+    names: set[str] = set()
+    for name, dtype, shape in zip(layout.names, layout.dtypes, layout.shapes, strict=True):
+        if name in names:
+            raise LayoutError(f"{name}: trainer rank {rank} converts two parameters to it")
+        names.add(name)
+        known = offered.setdefault(name, (dtype, shape))
+        if known[0] != dtype:
+            raise LayoutError(f"{name}: trainer ranks hold it as {known[0]} and {dtype}")
 
 
 def _instances(engines: Sequence[EngineSpec]) -> dict[str, list[EngineSpec]]:
@@ -136,62 +194,68 @@ def _instances(engines: Sequence[EngineSpec]) -> dict[str, list[EngineSpec]]:
     return instances
 
 
-def _check_dtype(engine: str, tensor: TensorSpec, output: OutputSpec) -> None:
-    if not tensor.global_shape or not output.shape:
-        raise LayoutError(f"{tensor.name} is a scalar (engine {engine!r}): AWEX plans no tensor without rows")
-    if tensor.dtype != output.dtype:
+def _check_parts(engine: str, ranks: Sequence[EngineSpec], offered: Offered) -> None:
+    """The parts that an engine's ranks hold of a tensor agree on its shape and cover it."""
+    whole: dict[str, tuple[tuple[int, ...], str]] = {}
+    parts: dict[str, dict[tuple[int, ...], int]] = defaultdict(dict)
+    for spec in ranks:
+        layout = spec.layout
+        for name, place in layout.places.items():
+            if not layout.tied_to[place]:
+                _check_rows(name, engine, layout, place, offered[name][1])
+            shape = layout.global_shapes[place]
+            if whole.setdefault(name, (shape, layout.dtypes[place])) != (shape, layout.dtypes[place]):
+                raise LayoutError(f"{name}: ranks of engine {engine!r} disagree about its shape or dtype")
+            _check_place(name, engine, spec.rank, layout, place)
+            parts[name][layout.global_offsets[place]] = math.prod(layout.shapes[place])
+    for name, places in parts.items():
+        held, size = sum(places.values()), math.prod(whole[name][0])
+        if held != size:
+            raise LayoutError(f"{name}: the ranks of engine {engine!r} hold {held} of its {size} elements")
+
+
+def _check_rows(name: str, engine: str, layout: EngineColumns, place: int, offered: tuple[int, ...]) -> None:
+    if not layout.global_shapes[place] or not offered:
+        raise LayoutError(f"{name} is a scalar (engine {engine!r}): AWEX plans no tensor without rows")
+
+
+def _check_place(name: str, engine: str, rank: int, layout: EngineColumns, place: int) -> None:
+    shape, offset = layout.shapes[place], layout.global_offsets[place]
+    whole = layout.global_shapes[place]
+    fits = len(shape) == len(offset) == len(whole)
+    if not fits or any(o + n > size for o, n, size in zip(offset, shape, whole, strict=True)):
         raise LayoutError(
-            f"{tensor.name}: the trainer sends {output.dtype}, engine {engine!r} serves {tensor.dtype}; "
-            "load the engine with the trainer's dtype"
+            f"{name}: a part of shape {list(shape)} at {list(offset)} lies outside {list(whole)} "
+            f"(engine {engine!r}, rank {rank})"
         )
 
 
-def _check_parts(engine: str, ranks: Sequence[EngineSpec]) -> None:
-    """The parts that an engine's ranks hold of a tensor agree on its shape and cover it."""
-    parts: dict[str, dict[tuple[int, ...], TensorSpec]] = defaultdict(dict)
-    for rank in ranks:
-        for tensor in rank.tensors:
-            known = next(iter(parts[tensor.name].values()), tensor)
-            if known.global_shape != tensor.global_shape or known.dtype != tensor.dtype:
-                raise LayoutError(
-                    f"{tensor.name}: ranks of engine {engine!r} disagree about its shape or dtype"
-                )
-            ends = [o + n for o, n in zip(tensor.global_offset, tensor.shape, strict=False)]
-            if len({len(tensor.shape), len(tensor.global_shape), len(tensor.global_offset)}) != 1 or any(
-                end > size for end, size in zip(ends, tensor.global_shape, strict=True)
-            ):
-                raise LayoutError(
-                    f"{tensor.name}: a part of shape {list(tensor.shape)} at {list(tensor.global_offset)} "
-                    f"lies outside {list(tensor.global_shape)} (engine {engine!r}, rank {rank.rank})"
-                )
-            parts[tensor.name][tensor.global_offset] = tensor
-    for name, places in parts.items():
-        held = sum(math.prod(tensor.shape) for tensor in places.values())
-        whole = math.prod(next(iter(places.values())).global_shape)
-        if held != whole:
-            raise LayoutError(f"{name}: the ranks of engine {engine!r} hold {held} of its {whole} elements")
-
-
-def check_global_shapes(world: World, shapes: dict[str, tuple[int, ...]]) -> None:
+def check_global_shapes(world: World, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """The trainer's global shapes equal the engines', but for the padding of the vocabulary.
 
     Args:
-        world: the specs of all ranks.
-        shapes: the trainer's global shape of each tensor, as AWEX resolved it.
+        world: all descriptions.
+        shapes: the trainer's global shape of some tensors, as AWEX resolved it.
 
     Raises:
         LayoutError: names the tensor and both shapes.
     """
-    vocab = world.trainers[0].vocab_size
+    vocab, seen = world.trainers[0].vocab_size, set[int]()
     for engine in world.engines:
-        for tensor in engine.tensors:
-            ours = shapes.get(tensor.name, tensor.global_shape)
-            if tensor.name in VOCAB_TENSORS and ours[0] >= vocab:
-                ours = (vocab, *ours[1:])
-            if tensor.tied_to is None and ours != tensor.global_shape:
+        layout = engine.layout
+        if id(layout) in seen:
+            continue
+        seen.add(id(layout))
+        for name, ours in shapes.items():
+            place = layout.places.get(name)
+            if place is None or layout.tied_to[place]:
+                continue
+            padded = name in VOCAB_TENSORS and ours[0] >= vocab
+            unpadded = (vocab, *ours[1:]) if padded else ours
+            if unpadded != layout.global_shapes[place]:
                 raise LayoutError(
-                    f"{tensor.name}: the trainer holds shape {list(ours)}, engine {engine.engine!r} "
-                    f"{list(tensor.global_shape)}"
+                    f"{name}: the trainer holds shape {list(unpadded)}, engine {engine.engine!r} "
+                    f"{list(layout.global_shapes[place])}"
                 )
 
 

@@ -1,100 +1,26 @@
-"""What each rank tells all others when they connect: JSON, validated, never unpickled."""
+"""What each rank tells the others when they connect: columns, compressed. Equal layouts travel once.
+
+A description has two parts. The *layout* is what replicas have in common: names, shapes, dtypes, and for a
+trainer where the elements of its parameters go. The rest belongs to the rank alone.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
+import numpy as np
 import torch
+import xxhash
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from awex_delta.errors import ConnectError, LayoutError
-
-Shape = tuple[Annotated[int, Field(ge=0)], ...]
+from awex_delta.errors import ConnectError
+from awex_delta.plan.columns import Ints, Shapes, pack, pack_shapes, unpack, unpack_shapes
 
 WIRE_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
 """Dtypes that may travel. Anything else (fp8, int8 and other quantised weights) is refused at connect."""
-
-
-class _Spec(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class OutputSpec(_Spec):
-    """One HF tensor that a Megatron parameter converts to.
-
-    sparse: owners send their own changes; otherwise AWEX's chosen sender sends it whole.
-    owned: half-open ranges of flat positions that this rank owns, where an encoding asks for them.
-    """
-
-    name: str
-    shape: Shape
-    dtype: str
-    sparse: bool
-    owned: tuple[tuple[int, int], ...] = ()
-
-
-class ParamSpec(_Spec):
-    """One local Megatron parameter: who owns which flat range of it, and what it converts to."""
-
-    key: str
-    numel: int
-    owners: tuple[int, ...]
-    owned_start: int
-    owned_stop: int
-    outputs: tuple[OutputSpec, ...]
-
-
-class TrainerSpec(_Spec):
-    """A trainer rank. `agreed` must be equal on every rank of both sides."""
-
-    role: Literal["trainer"] = "trainer"
-    rank: int
-    run_id: str
-    agreed: dict[str, Any]
-    architecture: str
-    rank_info: dict[str, int | str | bool]
-    vocab_size: int
-    tied_embeddings: bool
-    params: tuple[ParamSpec, ...]
-
-
-class TensorSpec(_Spec):
-    """One HF tensor, or part of one, on an engine rank."""
-
-    name: str
-    dtype: str
-    shape: Shape
-    global_shape: Shape
-    global_offset: Shape
-    tied_to: str | None
-
-
-class EngineSpec(_Spec):
-    """An engine rank. Ranks that share `engine` hold one copy of the model together."""
-
-    role: Literal["engine"] = "engine"
-    rank: int
-    engine: str
-    agreed: dict[str, Any]
-    tensors: tuple[TensorSpec, ...]
-
-
-_ANY_SPEC: TypeAdapter[TrainerSpec | EngineSpec] = TypeAdapter(
-    Annotated[TrainerSpec | EngineSpec, Field(discriminator="role")]
-)
-
-
-class World(_Spec):
-    """The specs of all ranks, by rank. The same on every rank."""
-
-    engines: tuple[EngineSpec, ...]
-    trainers: tuple[TrainerSpec, ...]
-
-    @property
-    def run_id(self) -> str:
-        """The trainer's life: rank 0's word."""
-        return self.trainers[0].run_id
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -102,58 +28,323 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def parse_world(values: Sequence[Any], num_engine_ranks: int) -> World:
-    """Validate what all ranks sent.
+def numels(shapes: Shapes) -> Ints:
+    """Elements of tensors of these shapes, int64 [n]."""
+    return np.array([math.prod(shape) for shape in shapes], np.int64)
 
-    Args:
-        values: JSON values by transfer rank, engines first.
-        num_engine_ranks: how many of them are engines.
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TrainerColumns:
+    """The layout of a trainer rank: P local parameters, and the O HF tensors that they convert to.
+
+    keys, numels: of each parameter, [P].
+    params: which parameter each HF tensor is made of, int64 [O], ascending.
+    names, shapes, dtypes: of each HF tensor, or of this rank's part of it, [O].
+    sparse: which HF tensors their owners send by changes; the others travel whole, bool [O].
+    runs: int64 [4, R]: HF tensor, position in its parameter, position in the HF tensor, elements.
+        Together the runs of a sparse HF tensor cover it.
+    """
+
+    keys: tuple[str, ...]
+    numels: Ints
+    params: Ints
+    names: tuple[str, ...]
+    shapes: Shapes
+    dtypes: tuple[str, ...]
+    sparse: np.ndarray[Any, np.dtype[np.bool_]]
+    runs: Ints
+
+    def dump(self) -> bytes:
+        """As bytes."""
+        numbers = {
+            "numels": self.numels,
+            "params": self.params,
+            "shapes": pack_shapes(self.shapes),
+            "sparse": self.sparse.astype(np.int64),
+            "runs": self.runs.reshape(-1),
+        }
+        return pack({}, numbers, {"keys": self.keys, "names": self.names, "dtypes": self.dtypes})
+
+    @classmethod
+    def load(cls, blob: bytes) -> TrainerColumns:
+        """Undo `dump`. Raises ConnectError where the columns do not fit each other."""
+        _, numbers, names = unpack(blob)
+        _check_columns(
+            numbers, names, {"numels", "params", "shapes", "sparse", "runs"}, {"keys", "names", "dtypes"}
+        )
+        found = cls(
+            keys=names["keys"],
+            numels=numbers["numels"],
+            params=numbers["params"],
+            names=names["names"],
+            shapes=unpack_shapes(numbers["shapes"]),
+            dtypes=names["dtypes"],
+            sparse=numbers["sparse"].astype(bool),
+            runs=numbers["runs"].reshape(4, -1)
+            if numbers["runs"].size % 4 == 0
+            else np.zeros((4, 0), np.int64),
+        )
+        found._check()
+        return found
+
+    def _check(self) -> None:
+        lengths = {len(self.names), len(self.shapes), len(self.dtypes), self.params.size, self.sparse.size}
+        fits = lengths == {len(self.names)} and len(self.keys) == self.numels.size
+        output, src, dst, length = self.runs
+        fits = fits and _inside(self.params, len(self.keys)) and _inside(output, len(self.names))
+        if fits and output.size:
+            fits = bool((length > 0).all() and (src >= 0).all() and (dst >= 0).all())
+            fits = fits and bool((src + length <= self.numels[self.params[output]]).all())
+            fits = fits and bool((dst + length <= numels(self.shapes)[output]).all())
+        if not fits:
+            raise ConnectError("the columns of a trainer's layout do not fit each other")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class EngineColumns:
+    """The layout of an engine rank: the T tensors that it holds, in the order of its line.
+
+    names, dtypes, shapes: of each tensor, or of this rank's part of it.
+    global_shapes, global_offsets: the whole HF tensor, and where the part begins in it.
+    tied_to: name of another tensor of which it is an alias; empty where it has storage of its own.
+    places: number of each tensor by its name.
+    """
+
+    names: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    shapes: Shapes
+    global_shapes: Shapes
+    global_offsets: Shapes
+    tied_to: tuple[str, ...]
+    places: dict[str, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "places", {name: place for place, name in enumerate(self.names)})
+
+    def dump(self) -> bytes:
+        """As bytes."""
+        numbers = {
+            "shapes": pack_shapes(self.shapes),
+            "global_shapes": pack_shapes(self.global_shapes),
+            "global_offsets": pack_shapes(self.global_offsets),
+        }
+        return pack({}, numbers, {"names": self.names, "dtypes": self.dtypes, "tied_to": self.tied_to})
+
+    @classmethod
+    def load(cls, blob: bytes) -> EngineColumns:
+        """Undo `dump`. Raises ConnectError where the columns do not fit each other."""
+        _, numbers, names = unpack(blob)
+        _check_columns(
+            numbers, names, {"shapes", "global_shapes", "global_offsets"}, {"names", "dtypes", "tied_to"}
+        )
+        shapes = {key: unpack_shapes(column) for key, column in numbers.items()}
+        if {len(column) for column in (*shapes.values(), *names.values())} != {len(names["names"])}:
+            raise ConnectError("the columns of an engine's layout do not fit each other")
+        return cls(
+            names=names["names"],
+            dtypes=names["dtypes"],
+            shapes=shapes["shapes"],
+            global_shapes=shapes["global_shapes"],
+            global_offsets=shapes["global_offsets"],
+            tied_to=names["tied_to"],
+        )
+
+    def stored(self) -> list[int]:
+        """Which of the tensors have storage of their own: those that make the engine's line."""
+        return [place for place, alias in enumerate(self.tied_to) if not alias]
+
+
+class _Header(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    rank: int
+    agreed: dict[str, Any]
+    layout: str = Field(pattern="^[0-9a-f]{32}$")
+    layout_bytes: Annotated[int, Field(ge=0)]
+
+
+class _TrainerHeader(_Header):
+    role: Literal["trainer"] = "trainer"
+    run_id: str
+    architecture: str
+    rank_info: dict[str, int | str | bool]
+    vocab_size: int
+    tied_embeddings: bool
+    groups: tuple[tuple[int, ...], ...]
+
+
+class _EngineHeader(_Header):
+    role: Literal["engine"] = "engine"
+    engine: str
+
+
+_ANY_HEADER: TypeAdapter[_TrainerHeader | _EngineHeader] = TypeAdapter(
+    Annotated[_TrainerHeader | _EngineHeader, Field(discriminator="role")]
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TrainerSpec:
+    """A trainer rank. `agreed` must be equal on every rank of both sides.
+
+    owners: for each parameter the trainer ranks that own it in parts, ascending; empty where none does.
+    owned: int64 [2, P], the half-open range of each parameter that this rank owns.
+    """
+
+    rank: int
+    run_id: str
+    agreed: Mapping[str, Any]
+    architecture: str
+    rank_info: Mapping[str, int | str | bool]
+    vocab_size: int
+    tied_embeddings: bool
+    owners: tuple[tuple[int, ...], ...]
+    owned: Ints
+    layout: TrainerColumns
+
+    role: Literal["trainer"] = "trainer"
+
+    def dump(self) -> tuple[bytes, bytes]:
+        """What this rank alone has to say, and its layout, as bytes."""
+        layout = self.layout.dump()
+        groups = tuple(dict.fromkeys(self.owners))
+        place = {group: number for number, group in enumerate(groups)}
+        header = _TrainerHeader(
+            rank=self.rank,
+            agreed=dict(self.agreed),
+            layout=layout_digest(layout),
+            layout_bytes=len(layout),
+            run_id=self.run_id,
+            architecture=self.architecture,
+            rank_info=dict(self.rank_info),
+            vocab_size=self.vocab_size,
+            tied_embeddings=self.tied_embeddings,
+            groups=groups,
+        )
+        numbers = {
+            "group": np.array([place[group] for group in self.owners], np.int64),
+            "owned": self.owned.reshape(-1),
+        }
+        return pack(header.model_dump(mode="json"), numbers, {}), layout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class EngineSpec:
+    """An engine rank. Ranks that share `engine` hold one copy of the model together."""
+
+    rank: int
+    engine: str
+    agreed: Mapping[str, Any]
+    layout: EngineColumns
+
+    role: Literal["engine"] = "engine"
+
+    def dump(self) -> tuple[bytes, bytes]:
+        """What this rank alone has to say, and its layout, as bytes."""
+        layout = self.layout.dump()
+        header = _EngineHeader(
+            rank=self.rank,
+            agreed=dict(self.agreed),
+            layout=layout_digest(layout),
+            layout_bytes=len(layout),
+            engine=self.engine,
+        )
+        return pack(header.model_dump(mode="json"), {}, {}), layout
+
+
+Spec = TrainerSpec | EngineSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Announced:
+    """What a rank alone has to say, before its layout is known.
+
+    layout, layout_bytes: digest and length of the layout.
+    """
+
+    header: _TrainerHeader | _EngineHeader
+    numbers: Mapping[str, Ints]
+
+    @property
+    def layout(self) -> str:
+        """Digest of the layout."""
+        return self.header.layout
+
+    @property
+    def layout_bytes(self) -> int:
+        """Length of the layout."""
+        return self.header.layout_bytes
+
+    def complete(self, layouts: Mapping[str, TrainerColumns | EngineColumns]) -> Spec:
+        """The whole description.
+
+        Raises:
+            ConnectError: it does not fit its layout.
+        """
+        header, layout = self.header, layouts[self.header.layout]
+        if isinstance(header, _EngineHeader) and isinstance(layout, EngineColumns):
+            return EngineSpec(rank=header.rank, engine=header.engine, agreed=header.agreed, layout=layout)
+        if not isinstance(header, _TrainerHeader) or not isinstance(layout, TrainerColumns):
+            raise ConnectError(f"{header.role} rank {header.rank} sent the layout of the other side")
+        _check_columns(self.numbers, {}, {"group", "owned"}, set())
+        group, owned = self.numbers["group"], self.numbers["owned"]
+        num_params = len(layout.keys)
+        if group.size != num_params or owned.size != 2 * num_params or not _inside(group, len(header.groups)):
+            raise ConnectError(
+                f"trainer rank {header.rank}: owners of {group.size} of {num_params} parameters"
+            )
+        return TrainerSpec(
+            rank=header.rank,
+            run_id=header.run_id,
+            agreed=header.agreed,
+            architecture=header.architecture,
+            rank_info=header.rank_info,
+            vocab_size=header.vocab_size,
+            tied_embeddings=header.tied_embeddings,
+            owners=tuple(header.groups[number] for number in group.tolist()),
+            owned=owned.reshape(2, -1),
+            layout=layout,
+        )
+
+
+def announced(seat: int, blob: bytes) -> Announced:
+    """Read what the rank at `seat` alone has to say.
 
     Raises:
-        ConnectError: a value is malformed, stands at the wrong seat, or ranks disagree about what
-            must be equal everywhere.
-
-    Collective: no.
+        ConnectError: it is malformed.
     """
-    specs: list[TrainerSpec | EngineSpec] = []
-    for seat, value in enumerate(values):
-        try:
-            specs.append(_ANY_SPEC.validate_python(value, strict=False))
-        except ValidationError as error:
-            raise ConnectError(f"seat {seat} sent a malformed description: {error.errors()[:3]}") from error
-    engines = tuple(spec for spec in specs[:num_engine_ranks] if isinstance(spec, EngineSpec))
-    trainers = tuple(spec for spec in specs[num_engine_ranks:] if isinstance(spec, TrainerSpec))
-    if len(engines) != num_engine_ranks or len(engines) + len(trainers) != len(values):
-        raise ConnectError("trainer and engine ranks sit on each other's seats: check ranks and world sizes")
-    for side, ranks in (("engine", [e.rank for e in engines]), ("trainer", [t.rank for t in trainers])):
-        if ranks != list(range(len(ranks))):
-            raise ConnectError(f"{side} ranks are {ranks}, expected 0..{len(ranks) - 1}, each once")
-    _check_agreed(engines, trainers)
-    return World(engines=engines, trainers=trainers)
+    try:
+        header, numbers, _ = unpack(blob)
+        return Announced(header=_ANY_HEADER.validate_python(header), numbers=numbers)
+    except (ValidationError, ConnectError) as error:
+        cause = error.errors()[:3] if isinstance(error, ValidationError) else error
+        raise ConnectError(f"seat {seat} sent a malformed description: {cause}") from error
 
 
-def _check_agreed(engines: Sequence[EngineSpec], trainers: Sequence[TrainerSpec]) -> None:
-    reference = trainers[0].agreed
-    specs: list[EngineSpec | TrainerSpec] = [*engines, *trainers]
-    for spec in specs:
-        for name in sorted(reference.keys() | spec.agreed.keys()):
-            ours, theirs = reference.get(name), spec.agreed.get(name)
-            if ours != theirs:
-                raise ConnectError(
-                    f"{name}: trainer rank 0 has {ours!r}, {spec.role} rank {spec.rank} has {theirs!r}; "
-                    "both sides need the same setting"
-                )
-    for trainer in trainers:
-        if trainer.architecture != trainers[0].architecture:
-            raise ConnectError(
-                f"trainer rank {trainer.rank} trains {trainer.architecture}, "
-                f"rank 0 {trainers[0].architecture}"
-            )
-    for engine in engines:
-        for tensor in engine.tensors:
-            if tensor.dtype not in WIRE_DTYPES:
-                raise LayoutError(
-                    f"engine {engine.engine!r} (rank {engine.rank}) holds {tensor.name} as {tensor.dtype}: "
-                    "quantised or unknown weights cannot be updated in place; serve one of "
-                    f"{', '.join(sorted(WIRE_DTYPES))}"
-                )
+def layout_digest(blob: bytes) -> str:
+    """What tells one layout from another: 32 hexadecimal digits."""
+    return xxhash.xxh3_128_hexdigest(blob)
+
+
+def load_layout(role: str, blob: bytes, digest: str) -> TrainerColumns | EngineColumns:
+    """Read a layout.
+
+    Raises:
+        ConnectError: it is malformed, or not the one that was announced.
+    """
+    if layout_digest(blob) != digest:
+        raise ConnectError("a layout was damaged on the way")
+    return TrainerColumns.load(blob) if role == "trainer" else EngineColumns.load(blob)
+
+
+def _inside(index: Ints, size: int) -> bool:
+    return bool(((index >= 0) & (index < size)).all())
+
+
+def _check_columns(
+    numbers: Mapping[str, Ints], names: Mapping[str, tuple[str, ...]], ints: set[str], texts: set[str]
+) -> None:
+    if set(numbers) != ints or set(names) != texts:
+        raise ConnectError(
+            f"a description has the columns {sorted({*numbers, *names})}, not {sorted(ints | texts)}"
+        )

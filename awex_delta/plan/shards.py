@@ -1,0 +1,205 @@
+"""Both sides as AWEX sees them: its resolver and its planner, asked for what one rank needs.
+
+AWEX's planner numbers copies of a tensor on either side (its *replicas*), and lets training copy k % n serve
+inference copy k. A full sync is its own plan for one rank; a delta follows the same rule (`plan.pairs`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from awex.meta.meta_resolver import ParamMetaResolver
+from awex.meta.weight_meta import ParameterMeta, ParameterReplicaMeta, ParameterShardMeta
+from awex.models import get_sharding_strategy
+from awex.sharding.param_sharding import ShardingType
+from awex.sharding.rank_info import RankInfo
+from awex.transfer.transfer_plan import CommunicationOperation, TransferPlan, TransferPlanBuilder
+
+from awex_delta.plan.describe import WIRE_DTYPES, EngineSpec, TrainerSpec
+from awex_delta.plan.world import World
+
+
+class Shard(NamedTuple):
+    """One trainer rank's part of an HF tensor: which of so many copies it belongs to, and where it begins."""
+
+    replica: int
+    num_replicas: int
+    offset: tuple[int, ...]
+
+
+class TrainingSide(ParamMetaResolver):  # type: ignore[misc]
+    """AWEX's description of the training side, for some HF tensors."""
+
+    def __init__(self, trainers: Sequence[TrainerSpec], names: Collection[str]) -> None:
+        """Resolve who holds which part.
+
+        Args:
+            trainers: all of them, by rank.
+            names: HF tensors to describe.
+        """
+        self._trainers = trainers
+        self._names = frozenset(names)
+        info = RankInfo(**trainers[0].rank_info)
+        self._strategy = get_sharding_strategy(trainers[0].architecture)(
+            engine_name="mcore",
+            enable_dp_attention=False,
+            enable_dp_lm_head=False,
+            moe_dense_tp_size=info.tp_size,
+            tp_size=info.tp_size,
+            ep_size=info.ep_size,
+            ep_tp_size=info.ep_tp_size,
+            rank_info=info,
+        )
+        self.metas: list[ParameterMeta] = list(self._build_params_meta())
+
+    def get_model_arch_name(self) -> str:
+        """The architecture of the HF configuration."""
+        return self._trainers[0].architecture
+
+    def get_parameters_meta(self) -> list[ParameterMeta]:
+        """What was resolved."""
+        return self.metas
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The whole shape of each HF tensor, with vocabulary padding."""
+        return {meta.name: tuple(meta.global_shape) for meta in self.metas}
+
+    def shards(self) -> list[dict[str, Shard]]:
+        """What each trainer rank holds, by name."""
+        found: list[dict[str, Shard]] = [{} for _ in self._trainers]
+        for meta in self.metas:
+            for number, replica in enumerate(meta.replicas):
+                for one in replica.shards:
+                    offset = tuple(one.global_offset)
+                    found[one.global_rank][meta.name] = Shard(number, len(meta.replicas), offset)
+        return found
+
+    def _get_params_raw_meta(self) -> list[dict[str, object]]:
+        return [
+            {
+                "rank_info": RankInfo(**{**trainer.rank_info, "global_rank": trainer.rank}),
+                "params_meta": [
+                    {
+                        "name": name,
+                        "numel": math.prod(shape),
+                        "shape": shape,
+                        "dtype": WIRE_DTYPES[dtype],
+                    }
+                    for name, shape, dtype in zip(
+                        trainer.layout.names, trainer.layout.shapes, trainer.layout.dtypes, strict=True
+                    )
+                    if name in self._names
+                ],
+            }
+            for trainer in self._trainers
+        ]
+
+    def _get_sharding_info(
+        self, name: str, rank_info: RankInfo, param_meta: dict[str, object]
+    ) -> tuple[ShardingType, int, int]:
+        kind, dim, count = self._strategy.get_sharding_strategy(
+            name, rank_info=rank_info, param_meta=param_meta
+        )
+        return kind, dim, count
+
+
+Copies = dict[str, dict[int, int]]
+"""Engine ranks that store a tensor, by its HF name, and which copy of it each of them belongs to."""
+
+
+def copies_of(engines: Sequence[EngineSpec], names: Collection[str]) -> Copies:
+    """Number the copies of each tensor: in each engine the k-th holders of its parts make one."""
+    wanted = frozenset(names)
+    holders: dict[str, dict[str, dict[tuple[int, ...], list[int]]]] = defaultdict(dict)
+    for spec in engines:
+        layout = spec.layout
+        for place in layout.stored():
+            name = layout.names[place]
+            if name in wanted:
+                parts = holders[name].setdefault(spec.engine, {})
+                parts.setdefault(layout.global_offsets[place], []).append(spec.rank)
+    found: Copies = {}
+    for name, by_engine in holders.items():
+        numbers, first = dict[int, int](), 0
+        for _, parts in sorted(by_engine.items()):
+            for ranks in parts.values():
+                numbers |= {rank: first + copy for copy, rank in enumerate(ranks)}
+            first += max(len(ranks) for ranks in parts.values())
+        found[name] = numbers
+    return found
+
+
+def dense_plan(world: World, side: TrainingSide, copies: Copies, seat: int) -> TransferPlan:
+    """AWEX's own plan of a full sync as one rank sees it, by peer, in the order that both peers use.
+
+    Args:
+        world: all descriptions.
+        side: the training side, at least for the tensors of this rank.
+        copies: of the same tensors.
+        seat: transfer rank.
+    """
+    num_engines = len(world.engines)
+    inference = [_inference_meta(world.engines, copies[meta.name], meta.name, seat) for meta in side.metas]
+    builder = TransferPlanBuilder(num_engines, len(world.trainers), 1)
+    operations = builder.build_weights_mapping_operations(inference, side.metas, seat)
+    operations.sort(key=lambda op: (op.send_shard_meta.name, op.send_rank, op.recv_rank, op.send_offset))
+    by_peer: dict[int, list[CommunicationOperation]] = defaultdict(list)
+    for op in operations:
+        if seat in (op.send_rank, op.recv_rank):
+            by_peer[op.recv_rank if seat >= num_engines else op.send_rank].append(op)
+    return TransferPlan(inter_operations=dict(sorted(by_peer.items())))
+
+
+def dense_volume(plan: TransferPlan) -> tuple[int, int]:
+    """Bytes and elements that one rank sends or receives in a full sync."""
+    operations = [op for ops in plan.operations.values() for op in ops]
+    numels = [math.prod(op.overlap_shape) for op in operations]
+    widths = [op.send_shard_meta.dtype.itemsize for op in operations]
+    return sum(n * w for n, w in zip(numels, widths, strict=True)), sum(numels)
+
+
+def _inference_meta(
+    engines: Sequence[EngineSpec], numbers: Mapping[int, int], name: str, seat: int
+) -> ParameterMeta:
+    """AWEX's description of one tensor in the engines. An engine rank asks for its own copy alone."""
+    replicas: list[list[ParameterShardMeta]] = [[] for _ in range(1 + max(numbers.values()))]
+    asked = [seat] if seat in numbers and seat < len(engines) else list(numbers)
+    for rank in asked:
+        replicas[numbers[rank]].append(_shard(engines[rank], name, len(engines)))
+    one = next(shards[0] for shards in replicas if shards)
+    # The planner takes no copy without a part, and leaves out the parts of other ranks.
+    elsewhere = ParameterReplicaMeta(shards=[replace(one, global_rank=-1)])
+    return ParameterMeta(
+        name=name,
+        global_numel=one.numel,
+        global_shape=one.shape,
+        dtype=one.dtype,
+        shards=[shard for shards in replicas for shard in shards],
+        replicas=[ParameterReplicaMeta(shards=shards) if shards else elsewhere for shards in replicas],
+    )
+
+
+def _shard(engine: EngineSpec, name: str, world_size: int) -> ParameterShardMeta:
+    layout = engine.layout
+    place = layout.places[name]
+    shape = layout.shapes[place]
+    return ParameterShardMeta(
+        tp_rank=0,
+        attn_tp_rank=0,
+        pp_rank=0,
+        ep_rank=0,
+        ep_tp_rank=0,
+        global_rank=engine.rank,
+        world_size=world_size,
+        engine_rank=0,
+        name=name,
+        shape=shape,
+        numel=math.prod(shape),
+        dtype=WIRE_DTYPES[layout.dtypes[place]],
+        global_offset=layout.global_offsets[place],
+    )
