@@ -1,4 +1,4 @@
-"""How small and how fast each encoding is, beside zstd over a whole-tensor XOR and the entropy of a change.
+"""How small and how fast each encoding is, beside zstd over an XOR of all weights and the entropy.
 
     python -m benchmarks.wire > wire.json
 
@@ -20,7 +20,6 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -29,16 +28,19 @@ import zstandard
 from awex_delta.detection.adamw import AdamWStep
 from awex_delta.detection.invert import detect_changes
 from awex_delta.detection.slices import OwnedSlice
+from awex_delta.lines.changes import Changes
 from awex_delta.lines.storages import gather_from
 from awex_delta.settings.agreed import DeltaSettings
 from awex_delta.testing.procs import Rank, run_ranks
-from awex_delta.wire.codec import Codec, Context, RegionChange, settle
-from awex_delta.wire.frame import FrameIdentity, pack_frame, unpack_bucket
+from awex_delta.wire.buckets import Bucket
+from awex_delta.wire.codec import Codec, settle
+from awex_delta.wire.frame import FrameIdentity, pack_frame, unpack_frame
 from awex_delta.wire.registry import CODECS
+from awex_delta.wire.spans import Span
 from benchmarks.environment import environment_record
 
 IDENTITY = FrameIdentity(
-    run_id="0" * 32, base_version=0, target_version=1, plan=0, sender=1, receiver=0, dtype=torch.bfloat16
+    run_id="0" * 32, base_version=0, target_version=1, pair=0, sender=1, receiver=0, dtype=torch.bfloat16
 )
 DEMO_LR, DEMO_STEPS = 3e-6, 4
 STEP = AdamWStep(lr=1e-6, weight_decay=0.01, beta1=0.9, beta2=0.999, eps=1e-8, step=3)
@@ -46,25 +48,26 @@ STEP = AdamWStep(lr=1e-6, weight_decay=0.01, beta1=0.9, beta2=0.999, eps=1e-8, s
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
-    """One update: what changed in each region, and the bf16 weights [numel] before and after it."""
+    """One update of a line: what changed in it, and all bf16 weights before and after."""
 
-    changes: list[RegionChange]
-    before: list[torch.Tensor]
-    after: list[torch.Tensor]
-
-    @property
-    def num_changed(self) -> int:
-        """Elements that an update lists."""
-        return sum(change.value.numel() for change in self.changes)
+    changes: Changes
+    before: torch.Tensor
+    after: torch.Tensor
 
     @property
     def num_elements(self) -> int:
         """All of them."""
-        return sum(change.numel for change in self.changes)
+        return self.after.numel()
+
+    @classmethod
+    def of(cls, pos: torch.Tensor, code: torch.Tensor, before: torch.Tensor, after: torch.Tensor) -> Update:
+        """The update with these changes."""
+        changes = Changes(pos=pos, code=code, value=after[pos])
+        return cls(changes=changes, before=before, after=after)
 
 
 def simulated(step: AdamWStep, num_elements: int) -> Update:
-    """The last of three AdamW steps on random weights, cut into regions of several sizes."""
+    """The last of three AdamW steps on random weights."""
     generator = torch.Generator().manual_seed(0)
     main = torch.randn(num_elements, generator=generator) * 0.02
     betas = (step.beta1, step.beta2)
@@ -75,34 +78,19 @@ def simulated(step: AdamWStep, num_elements: int) -> Update:
         main.grad = common + torch.randn(num_elements, generator=generator) * 1e-3
         optimizer.step()
     state, weight = optimizer.state[main], main.bfloat16()
-    cuts = [round(share * num_elements) for share in (0, 0.5, 0.75, 0.8751, 0.95, 0.99, 0.9999, 1)]
-    bounds = list(pairwise(cuts))
-    slices = [
-        OwnedSlice(
-            param=str(place),
-            chunk=0,
-            start=0,
-            stop=stop - start,
-            main=main[start:stop],
-            weight=weight[start:stop],
-            exp_avg=state["exp_avg"][start:stop],
-            exp_avg_sq=state["exp_avg_sq"][start:stop],
-            step=step.step,
-        )
-        for place, (start, stop) in enumerate(bounds)
-    ]
-    found = {changes.key: changes for changes in detect_changes(slices, lambda _: step).changes}
-    changes = []
-    for part in slices:
-        here = found.get(part.key)
-        index = torch.empty(0, dtype=torch.int64) if here is None else here.index
-        code = torch.empty(0, dtype=torch.int8) if here is None else here.code
-        changes.append(RegionChange(numel=part.stop, index=index, value=part.weight[index], code=code))
-    return Update(
-        changes=changes,
-        before=[before[start:stop] for start, stop in bounds],
-        after=[weight[start:stop] for start, stop in bounds],
+    owned = OwnedSlice(
+        param="weight",
+        chunk=0,
+        start=0,
+        stop=num_elements,
+        main=main,
+        weight=weight,
+        exp_avg=state["exp_avg"],
+        exp_avg_sq=state["exp_avg_sq"],
+        step=step.step,
     )
+    (found,) = detect_changes([owned], lambda _: step).changes
+    return Update.of(found.index, found.code, before, weight)
 
 
 def _train_demo(rank: Rank) -> list[list[Any]]:
@@ -134,13 +122,15 @@ def _train_demo(rank: Rank) -> list[list[Any]]:
 def demo() -> Update:
     """The last step of a training like the demo's: a Qwen3 of 0.4 million weights on megatron-core."""
     (parameters,) = run_ranks(_train_demo, 1)
-    changes, befores, afters = [], [], []
+    parts: list[list[torch.Tensor]] = [[], [], [], []]
+    start = 0
     for arrays in parameters:
         index, code, before, after = (torch.from_numpy(array) for array in arrays)
-        befores.append(before.view(torch.bfloat16))
-        afters.append(after.view(torch.bfloat16))
-        changes.append(RegionChange(numel=len(after), index=index, value=afters[-1][index], code=code))
-    return Update(changes=changes, before=befores, after=afters)
+        for part, tensor in zip(parts, (index + start, code, before, after), strict=True):
+            part.append(tensor)
+        start += len(after)
+    pos, code, before, after = map(torch.cat, parts)
+    return Update.of(pos, code, before.view(torch.bfloat16), after.view(torch.bfloat16))
 
 
 def entropy_bytes(symbols: torch.Tensor) -> float:
@@ -150,55 +140,44 @@ def entropy_bytes(symbols: torch.Tensor) -> float:
     return -float((share * share.log2()).sum()) * symbols.numel() / 8
 
 
-def entropy_of(update: Update) -> float:
+def entropy_of(changes: Changes) -> float:
     """Bytes that an ideal order-0 coder needs for gaps and steps, and the values that have no step."""
-    gaps = [
-        torch.diff(c.index, prepend=torch.tensor([-1])) - 1 for c in update.changes if c.index is not None
-    ]
-    code = torch.cat([change.code for change in update.changes if change.code is not None])
-    return entropy_bytes(torch.cat(gaps)) + entropy_bytes(code) + 2 * int((code == -128).sum())
+    code = torch.empty(0, dtype=torch.int8) if changes.code is None else changes.code
+    gaps = torch.diff(changes.pos, prepend=torch.tensor([-1])) - 1
+    return entropy_bytes(gaps) + entropy_bytes(code) + 2 * int((code == -128).sum())
 
 
-def context(weights: torch.Tensor) -> Context:
-    """One side's view of a region that the sender owns whole."""
-    return Context(owned=((0, weights.numel()),), read=lambda start, stop: weights[start:stop])
+def encode(codec: Codec, update: Update) -> torch.Tensor:
+    """What a sender does with changes: one frame of all of them."""
+    span = Span(0, update.num_elements)
+    bucket = Bucket(span=span, first=0, last=update.changes.num_changed)
+    return pack_frame(IDENTITY, codec, bucket, update.changes, lambda start, stop: update.after[start:stop])
 
 
-def with_context(update: Update) -> list[RegionChange]:
-    """The changes, and on which weights the sender has them."""
-    return [
-        replace(change, context=context(after))
-        for change, after in zip(update.changes, update.after, strict=True)
-    ]
-
-
-def decode(frame: torch.Tensor, codec: Codec, update: Update) -> list[RegionChange]:
+def decode(frame: torch.Tensor, codec: Codec, update: Update) -> Changes:
     """What a receiver does with a frame before it writes."""
-    numels = [change.numel for change in update.changes]
-    contexts = [context(before) for before in update.before]
-    found = unpack_bucket(frame, IDENTITY, [codec], numels, begin=0, contexts=contexts)
-    return [
-        change
-        if change.code is None or change.index is None
-        else settle(change, gather_from(old, change.index))
-        for change, old in zip(found.changes, update.before, strict=True)
-    ]
+
+    def read(start: int, stop: int) -> torch.Tensor:
+        return update.before[start:stop]
+
+    found = unpack_frame(frame, IDENTITY, [codec], begin=0, numel=update.num_elements, read=read)
+    if found.changes is None:
+        raise RuntimeError(f"{codec.name}: a frame of changes came back as one of all values")
+    return settle(found.changes, lambda pos: gather_from(update.before, pos))
 
 
 def xor_encode(update: Update) -> bytes:
-    """Whole tensors XORed with their base, zstd level 1 with two workers."""
-    pairs = zip(update.before, update.after, strict=True)
-    delta = torch.cat([old.view(torch.int16) ^ new.view(torch.int16) for old, new in pairs])
+    """The weights XORed with their base, zstd level 1 with two workers."""
+    delta = update.before.view(torch.int16) ^ update.after.view(torch.int16)
     return zstandard.ZstdCompressor(level=1, threads=2).compress(delta.numpy().data)
 
 
-def xor_decode(packed: bytes, update: Update) -> list[torch.Tensor]:
-    """Undo `xor_encode`."""
+def xor_decode(packed: bytes, update: Update) -> torch.Tensor:
+    """Undo `xor_encode`: the patterns after the step, int16."""
     delta = torch.empty(update.num_elements, dtype=torch.int16)
     with zstandard.ZstdDecompressor().stream_reader(packed) as reader:
         reader.readinto(delta.numpy().data.cast("B"))
-    parts = torch.split(delta, [old.numel() for old in update.before])
-    return [old.view(torch.int16) ^ part for old, part in zip(update.before, parts, strict=True)]
+    return update.before.view(torch.int16) ^ delta
 
 
 def check(update: Update) -> None:
@@ -207,20 +186,15 @@ def check(update: Update) -> None:
     Raises:
         RuntimeError: one does not.
     """
+    after = update.after.view(torch.int16)
     for codec in CODECS.values():
-        for got, old, new in zip(
-            decode(pack_frame(IDENTITY, codec, with_context(update)), codec, update),
-            update.before,
-            update.after,
-            strict=True,
-        ):
-            made = old.view(torch.int16).clone()
-            made[got.index] = got.value.view(torch.int16)
-            if not torch.equal(made, new.view(torch.int16)):
-                raise RuntimeError(f"{codec.name} is not lossless")
-    for made, new in zip(xor_decode(xor_encode(update), update), update.after, strict=True):
-        if not torch.equal(made, new.view(torch.int16)):
-            raise RuntimeError("the XOR is not lossless")
+        got = decode(encode(codec, update), codec, update)
+        made = update.before.clone()
+        made[got.pos] = update.before[:0] if got.value is None else got.value
+        if not torch.equal(made.view(torch.int16), after):
+            raise RuntimeError(f"{codec.name} is not lossless")
+    if not torch.equal(xor_decode(xor_encode(update), update), after):
+        raise RuntimeError("the XOR is not lossless")
 
 
 def seconds(function: Callable[[], object]) -> float:
@@ -233,13 +207,11 @@ def seconds(function: Callable[[], object]) -> float:
 def measure(scenario: str, update: Update, repeats: int) -> list[dict[str, Any]]:
     """One row an encoding, and one for XOR and zstd."""
     check(update)
-    packed: dict[str, Any] = {
-        name: pack_frame(IDENTITY, codec, with_context(update)) for name, codec in CODECS.items()
-    }
+    packed: dict[str, Any] = {name: encode(codec, update) for name, codec in CODECS.items()}
     packed["xor_zstd"] = xor_encode(update)
     timed: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
         name: (
-            lambda codec=codec: pack_frame(IDENTITY, codec, with_context(update)),  # type: ignore[misc]
+            lambda codec=codec: encode(codec, update),  # type: ignore[misc]
             lambda codec=codec, name=name: decode(packed[name], codec, update),  # type: ignore[misc]
         )
         for name, codec in CODECS.items()
@@ -247,20 +219,21 @@ def measure(scenario: str, update: Update, repeats: int) -> list[dict[str, Any]]
     timed["xor_zstd"] = lambda: xor_encode(update), lambda: xor_decode(packed["xor_zstd"], update)
     samples: dict[str, list[tuple[float, float]]] = {name: [] for name in timed}
     for repeat in range(repeats + 1):
-        for name, (encode, undo) in timed.items():
-            pair = seconds(encode), seconds(undo)
+        for name, (pack, undo) in timed.items():
+            pair = seconds(pack), seconds(undo)
             if repeat > 0:  # the first round warms up
                 samples[name].append(pair)
-    entropy = entropy_of(update) / update.num_changed
+    num_changed = update.changes.num_changed
+    entropy = entropy_of(update.changes) / num_changed
     return [
         {
             "scenario": scenario,
             "encoding": name,
-            "changed_share": update.num_changed / update.num_elements,
-            "bytes_per_change": len(packed[name]) / update.num_changed,
+            "changed_share": num_changed / update.num_elements,
+            "bytes_per_change": len(packed[name]) / num_changed,
             "entropy_bytes_per_change": entropy,
-            "encode_changes_per_second": update.num_changed / statistics.median(e for e, _ in samples[name]),
-            "decode_changes_per_second": update.num_changed / statistics.median(d for _, d in samples[name]),
+            "encode_changes_per_second": num_changed / statistics.median(e for e, _ in samples[name]),
+            "decode_changes_per_second": num_changed / statistics.median(d for _, d in samples[name]),
         }
         for name in timed
     ]

@@ -29,8 +29,6 @@ def expected_bytes(name: str, share: float) -> float:
     Args:
         name: a key of WORK_SECONDS.
         share: changed elements over all elements, in (0, 1].
-
-    Collective: no.
     """
     if name == "indices":
         return 6.0
@@ -53,8 +51,6 @@ def cheapest(codecs: Sequence[Codec], share: float, bytes_per_second: float | No
         share: changed elements over owned elements.
         bytes_per_second: what this rank's last large transfer ran at; None before the first: then the
             encoding of the least work.
-
-    Collective: no.
     """
     known = [codec for codec in codecs if codec.name in WORK_SECONDS]
     if len(codecs) == 1 or not known:

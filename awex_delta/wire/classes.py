@@ -8,29 +8,30 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from awex_delta.errors import CorruptFrameError
 from awex_delta.wire.steps import step_limits
 from awex_delta.wire.streams import StreamReader
-from awex_delta.wire.weights import Ints
 
 GROUP = 4096
 """Changes of a group at least, but for the last one."""
 
-MAX_SHIFT = 48
+MAX_SHIFT = 27
+"""Leaves five bits of the longest gap, which has 32."""
+
 NUM_CLASSES = 256
+
+Ints = NDArray[np.int64]
 
 
 def load_loops() -> Any:
-    """The compiled loops, compiled or loaded when first needed: most who import this package never walk.
-
-    Collective: no.
-    """
+    """The compiled loops, compiled or loaded when first needed: most who import this package never walk."""
     return importlib.import_module("awex_delta.wire.walk")
 
 
 def group_limit(count: int) -> int:
-    """The most groups of `count` changes. Collective: no."""
+    """The most groups of `count` changes."""
     return count // GROUP + 1
 
 
@@ -96,8 +97,6 @@ def read_classes(stream: StreamReader, total: int) -> Classes:
 
     Raises:
         CorruptFrameError: it makes no sense.
-
-    Collective: no.
     """
     table = stream.read_all(torch.int64).numpy()
     kinds, shifts, counts = table & 255, (table >> 8) & 255, table >> 16

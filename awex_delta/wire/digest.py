@@ -46,7 +46,7 @@ _log = logging.getLogger(__name__)
 def pays_to_compile(device: torch.device, full_bytes: int) -> bool:
     """Whether digests on `device` should run compiled, where a full sync has so many bytes.
 
-    A GPU is fast enough without, and where an engine runs on one its compiler is in use. Collective: no.
+    A GPU is fast enough without, and where an engine runs on one its compiler is in use.
     """
     return device.type == "cpu" and full_bytes >= 2 * WORTH_COMPILING  # bf16
 
@@ -69,8 +69,6 @@ def digest(tensor: torch.Tensor, name: str, *, compiled: bool = False) -> int:
 
     Raises:
         NumericsError: the dtype has no such width.
-
-    Collective: no.
     """
     return as_unsigned(sum_whole(tensor, salt_of(name), compiled=compiled))
 
@@ -81,8 +79,6 @@ def state_digest(tensors: Mapping[str, torch.Tensor], *, compiled: bool = False)
     Args:
         tensors: by HF name; each whole.
         compiled: see `digest`.
-
-    Collective: no.
     """
     return sum(digest(tensor, name, compiled=compiled) for name, tensor in tensors.items()) % MODULUS
 
@@ -97,8 +93,6 @@ def sum_whole(tensor: torch.Tensor, salt: int, *, compiled: bool = False) -> tor
 
     Returns:
         int64 scalar: the digest as a signed number (`as_unsigned` undoes that).
-
-    Collective: no.
     """
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     mix, piece = _mixer(tensor.device.type, compiled=compiled and tensor.numel() >= _MIN_COMPILED)
@@ -130,8 +124,6 @@ def sum_at(
 
     Returns:
         int64 scalar, as `sum_whole`.
-
-    Collective: no.
     """
     total = torch.zeros((), dtype=torch.int64, device=value.device)
     mix, piece = _mixer(value.device.type, compiled=compiled and value.numel() >= _MIN_COMPILED)

@@ -1,16 +1,15 @@
 """Frames: one bucket of what a sender tells a receiver in one dtype round.
 
     header (120 bytes, little-endian)  magic, protocol, codec, dtype, identity, span, lengths, checksum
-    region table                       uint32 a region in the span: changed elements, or WHOLE
-    codec body                         the sparse regions, as the codec packs them
-    whole values                       the regions that are sent whole, one after the other
-    guard                              in frames that have one: digests of what they replace, see `wire.guard`
+    body                               the changes in the span, as the codec packs them; or, with codec 0,
+                                       the values of all elements of the span
+    guard                              in some frames: which changes its digest leaves out, see `wire.guard`
 
-The regions of a pair, one after the other, are one line of elements. Each frame covers a span of it, the
-next frame begins where it ends, and the last ends where the line does: so no frame can be repeated, left
-out or exchanged unseen. Every part but the guard begins at a multiple of 8 bytes. The checksum (xxh3, 64 bit)
-covers the header with the checksum field zeroed and everything after it. Damaged, foreign and misplaced
-frames are told apart: the checksum is verified first, identity second, the span third.
+Each frame covers a span of the pair's line, the next frame begins where it ends, and the last ends where the
+line does: so no frame can be repeated, left out or exchanged unseen. The checksum (xxh3, 64 bit) covers the
+header with the checksum field zeroed and everything after it. Damaged, foreign and misplaced frames are told
+apart: the checksum is verified first, identity second, the span third. Magic, protocol and checksum have lain
+where they lie since protocol 3, so that a frame of another release is told from a damaged one.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import xxhash
@@ -30,23 +28,22 @@ from awex_delta.errors import (
     StaleFrameError,
     WireError,
 )
-from awex_delta.wire.codec import Codec, Context, RegionChange, as_bytes, body_limit, padding
-from awex_delta.wire.guard import Guard, guard_bytes, guard_limit, read_guard
-from awex_delta.wire.spans import Span, Window, windows_of
+from awex_delta.lines.changes import Changes
+from awex_delta.wire.buckets import HEADER_BYTES, Bucket
+from awex_delta.wire.codec import Codec
+from awex_delta.wire.guard import Guard, guard_bytes, guard_limit, guard_of, read_guard
+from awex_delta.wire.pieces import blocks
+from awex_delta.wire.spans import MAX_SPAN, Read, Span
 
 MAGIC = b"AWEXDLTA"
-PROTOCOL_VERSION = 3
-WHOLE = 0xFFFF_FFFF
+PROTOCOL_VERSION = 4
+WHOLE = 0
+"""The codec number of a frame that holds all values of its span."""
 
-_HEADER = struct.Struct("<8sHHHxx16sqqQIIIIQQQQQQ")
+_HEADER = struct.Struct("<8sHHHxx16sqqQIIQQQQQQQ")
 _CHECKSUM_OFFSET = _HEADER.size - 8
 _DTYPES = {torch.bfloat16: 1, torch.float32: 2, torch.float16: 3, torch.int64: 4, torch.int32: 5}
-
-
-_IDENTITY_NAMES = (
-    *("protocol", "codec", "dtype", "regions"),
-    *("run_id", "base_version", "target_version", "plan", "sender", "receiver"),
-)
+_IDENTITY_NAMES = ("run_id", "base_version", "target_version", "pair", "sender", "receiver")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,8 +51,8 @@ class FrameIdentity:
     """What a frame belongs to. Sender and receiver build it alone; a frame must carry the same.
 
     run_id: 32 hexadecimal digits, the trainer's life.
-    base_version, target_version: the version the frame applies to and the one it makes.
-    plan: digest of the regions agreed at connect.
+    base_version, target_version: the version that the frame applies to and the one that it makes.
+    pair: digest of the pair's line, as both sides computed it at connect.
     sender, receiver: transfer ranks.
     dtype: wire dtype.
     """
@@ -63,7 +60,7 @@ class FrameIdentity:
     run_id: str
     base_version: int
     target_version: int
-    plan: int
+    pair: int
     sender: int
     receiver: int
     dtype: torch.dtype
@@ -71,145 +68,118 @@ class FrameIdentity:
     def fields(self) -> tuple[object, ...]:
         """The identity as the header stores it."""
         versions = self.base_version, self.target_version
-        return (bytes.fromhex(self.run_id), *versions, self.plan, self.sender, self.receiver)
+        return (bytes.fromhex(self.run_id), *versions, self.pair, self.sender, self.receiver)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unpacked:
-    """A frame taken apart: where its span ends, the change of each window in it, and its guard, if any."""
+    """A frame taken apart: either the changes in its span, or all values of it.
 
-    end: int
-    windows: tuple[Window, ...]
-    changes: tuple[RegionChange, ...]
+    span: what the frame covers.
+    changes: with positions in the pair's line; None in a frame that holds all values.
+    whole: all values of the span, in order; None in a frame that holds changes.
+    guard: of the changes, if the frame has one.
+    """
+
+    span: Span
+    changes: Changes | None = None
+    whole: torch.Tensor | None = None
     guard: Guard | None = None
 
 
-def frame_limit(num_windows: int, body_bytes: int, whole_bytes: int) -> int:
-    """Bytes of a frame with so many windows, a body of that many bytes, and whole values. Collective: no."""
-    table = 4 * num_windows
-    return _HEADER.size + table + padding(table) + body_bytes + whole_bytes
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Content:
+    """What a header says of what follows. guarded: 0 without a guard, else one more than it leaves out."""
+
+    span: Span
+    count: int
+    body_bytes: int
+    guarded: int
+    digest: int
+
+    def fields(self) -> tuple[int, ...]:
+        where = self.span.begin, self.span.end
+        return (*where, self.count, self.body_bytes, self.guarded, self.digest)
 
 
 def pack_frame(
     identity: FrameIdentity,
     codec: Codec,
-    changes: Sequence[RegionChange],
-    span: Span | None = None,
-    guard: Guard | None = None,
+    bucket: Bucket,
+    changes: Changes,
+    read: Read | None = None,
+    *,
+    compiled: bool = False,
 ) -> torch.Tensor:
     """Build one frame.
 
     Args:
         identity: what the frame belongs to.
-        codec: packs the sparse regions.
-        changes: one entry a window of the span, in its order; without elements none.
-        span: what the frame covers; None for one frame that holds all regions.
-        guard: of these changes; None for a frame without.
+        codec: packs the changes.
+        bucket: what the frame is made of.
+        changes: of the whole pair; those that the bucket was cut from.
+        read: the values after the step; for whole buckets, and for codecs that need it.
+        compiled: how a guard is computed, see `awex_delta.wire.digest`.
 
     Returns:
         uint8 [n] on the CPU.
 
     Raises:
-        WireError: more elements of a region changed than the region table can count.
-
-    Collective: no.
+        WireError: changes lie outside of the span or have no values, or `read` is missing.
     """
-    if span is None:
-        span = Span(begin=0, end=sum(change.numel for change in changes), num_regions=len(changes))
-        changes = [change for change in changes if change.numel]
-    sparse = [change for change in changes if change.index is not None]
-    if any(change.value.numel() >= WHOLE for change in sparse):
-        raise WireError(f"a region changed in {WHOLE} elements or more: its count does not fit the table")
-    table = torch.tensor(
-        [WHOLE if change.index is None else change.value.numel() for change in changes], dtype=torch.int64
-    ).to(torch.uint32)
-    whole = [change.value.detach() for change in changes if change.index is None]
-    tail_bytes = sum(value.numel() for value in whole) * identity.dtype.itemsize
-    body_start = frame_limit(len(changes), 0, 0)
-    most = body_limit(codec, sparse, identity.dtype)
-    guarding = torch.empty(0, dtype=torch.uint8) if guard is None else guard_bytes(guard)
-    frame = torch.empty(body_start + most + tail_bytes + guarding.numel(), dtype=torch.uint8)
-    table_bytes = as_bytes(table)
-    frame[_HEADER.size : body_start] = 0
-    frame[_HEADER.size : _HEADER.size + table_bytes.numel()] = table_bytes
-    body = codec.encode(sparse, identity.dtype, frame[body_start : body_start + most])
-    tail_start = body_start + body.numel()
-    tail_end = tail_start + tail_bytes
-    frame = frame[: tail_end + guarding.numel()]
-    _fill(frame[tail_start:tail_end].view(identity.dtype), whole)
-    frame[tail_end:] = guarding
-    guarded = 0 if guard is None else 1 + guard.unstated.numel()
-    lengths = sum(change.value.numel() for change in changes), body.numel(), tail_bytes
-    _head(frame, identity, codec, span, (guarded, *lengths))
+    dtype, span, here = identity.dtype, bucket.span, changes.part(bucket.first, bucket.last)
+    if bucket.whole:
+        body_bytes = span.numel * dtype.itemsize
+        frame = torch.empty(HEADER_BYTES + body_bytes, dtype=torch.uint8)
+        _fill(frame[HEADER_BYTES:].view(dtype), span, read)
+        content = _Content(span=span, count=span.numel, body_bytes=body_bytes, guarded=0, digest=0)
+        return _headed(frame, identity, WHOLE, content)
+    if here.num_changed and not span.begin <= int(here.pos[0]) <= int(here.pos[-1]) < span.end:
+        raise WireError(f"changes lie outside of the span from {span.begin} to {span.end}")
+    guard = guard_of(here, compiled=compiled) if bucket.guarded else None
+    end = torch.empty(0, dtype=torch.uint8) if guard is None else guard_bytes(guard)
+    most = codec.limit(here.num_changed, span.numel, dtype)
+    frame = torch.empty(HEADER_BYTES + most + end.numel(), dtype=torch.uint8)
+    body = codec.encode(here, span, dtype, out=frame[HEADER_BYTES : HEADER_BYTES + most], read=read)
+    frame = frame[: HEADER_BYTES + body.numel() + end.numel()]
+    frame[HEADER_BYTES + body.numel() :] = end
+    content = _Content(
+        span=span,
+        count=here.num_changed,
+        body_bytes=body.numel(),
+        guarded=0 if guard is None else 1 + guard.unstated.numel(),
+        digest=0 if guard is None else guard.digest,
+    )
+    return _headed(frame, identity, codec.number, content)
+
+
+def _fill(body: torch.Tensor, span: Span, read: Read | None) -> None:
+    """Write all values of a span, a block at a time."""
+    if read is None:
+        raise WireError("values of a whole span are to be sent, and nothing reads them")
+    for start, values in blocks(read, span):
+        body[start - span.begin : start - span.begin + values.numel()] = values
+
+
+def _headed(
+    frame: torch.Tensor, identity: FrameIdentity, codec_number: int, content: _Content
+) -> torch.Tensor:
+    """The frame, with the header before all that follows it."""
+    numbers = PROTOCOL_VERSION, codec_number, _DTYPES[identity.dtype]
+    header = bytearray(_HEADER.pack(MAGIC, *numbers, *identity.fields(), *content.fields(), 0))
+    struct.pack_into("<Q", header, _CHECKSUM_OFFSET, _checksum(bytes(header), frame[HEADER_BYTES:]))
+    frame[:HEADER_BYTES] = torch.frombuffer(header, dtype=torch.uint8)
     return frame
-
-
-def _head(
-    frame: torch.Tensor, identity: FrameIdentity, codec: Codec, span: Span, counts: tuple[int, int, int, int]
-) -> None:
-    """Write the header over all that follows it. counts: guard, changes, bytes of body and tail."""
-    guarded, *lengths = counts
-    numbers = PROTOCOL_VERSION, codec.number, _DTYPES[identity.dtype]
-    where = span.num_regions, guarded, span.begin, span.end
-    header = bytearray(_HEADER.pack(MAGIC, *numbers, *identity.fields(), *where, *lengths, 0))
-    struct.pack_into("<Q", header, _CHECKSUM_OFFSET, _checksum(bytes(header), frame[_HEADER.size :]))
-    frame[: _HEADER.size] = torch.frombuffer(header, dtype=torch.uint8)
-
-
-def _fill(tail: torch.Tensor, whole: Sequence[torch.Tensor]) -> None:
-    """Write whole values from where they are, without a copy between."""
-    place = 0
-    for value in whole:
-        tail[place : place + value.numel()].copy_(value.reshape(-1))
-        place += value.numel()
 
 
 def unpack_frame(
     frame: torch.Tensor,
     identity: FrameIdentity,
     codecs: Sequence[Codec],
-    numels: Sequence[int],
-    contexts: Sequence[Context | None] = (),
-) -> list[RegionChange]:
-    """Check one frame that holds all regions, and take it apart: `unpack_bucket` of the only bucket.
-
-    Returns:
-        One entry a region, in the order of the plan.
-
-    Raises:
-        MissingFrameError: the frame does not hold all of them.
-
-    Collective: no.
-    """
-    found = unpack_bucket(frame, identity, codecs, numels, begin=0, contexts=contexts)
-    check_complete(found.end, numels)
-    none = torch.empty(0, dtype=identity.dtype)
-    changes = [RegionChange(numel=numel, value=none, index=torch.empty(0).long()) for numel in numels]
-    for window, change in zip(found.windows, found.changes, strict=True):
-        changes[window.region] = change
-    return changes
-
-
-def check_complete(end: int, numels: Sequence[int]) -> None:
-    """Refuse to go on where the last frame of a pair ends before its regions do.
-
-    Raises:
-        MissingFrameError: elements are missing.
-
-    Collective: no.
-    """
-    if end != sum(numels):
-        raise MissingFrameError(f"frames end at element {end} of {sum(numels)}: the last ones did not come")
-
-
-def unpack_bucket(
-    frame: torch.Tensor,
-    identity: FrameIdentity,
-    codecs: Sequence[Codec],
-    numels: Sequence[int],
     *,
     begin: int,
-    contexts: Sequence[Context | None] = (),
+    numel: int,
+    read: Read | None = None,
 ) -> Unpacked:
     """Check one frame and take it apart. Nothing is written anywhere.
 
@@ -217,127 +187,93 @@ def unpack_bucket(
         frame: uint8 [n] on the CPU, as received.
         identity: what the receiver expects.
         codecs: those that the frame may be packed by; its header says which one it is.
-        numels: elements of each region, in the order of the plan.
         begin: where the frame before this one ended, 0 for the first.
-        contexts: of each region, for encodings that need them; empty for none.
+        numel: elements of the pair's line.
+        read: the values of the base, for codecs that need them.
 
     Returns:
-        What the frame holds; tensors may alias `frame`. Changes that carry codes have no values yet: see
-        `settle`.
+        What the frame holds; values may alias `frame`. Changes that have codes have no values yet: see
+        `codec.settle`.
 
     Raises:
         CorruptFrameError: the frame is damaged.
-        StaleFrameError: the frame is whole, but of another run, version, plan or pair.
+        StaleFrameError: the frame is whole, but of another release, run, version or pair.
         RepeatedFrameError, MissingFrameError: it is not the next one.
-
-    Collective: no.
     """
-    protocol, codec_number, dtype_number, *rest = _whole_header(frame)
-    found, (num_regions, guarded, start, end, *lengths) = tuple(rest[:6]), rest[6:]
-    payload = frame[_HEADER.size :]
-    codec = next((codec for codec in codecs if codec.number == codec_number), codecs[0])
-    expected = (PROTOCOL_VERSION, codec.number, _DTYPES[identity.dtype], len(numels), *identity.fields())
-    _check_identity((protocol, codec_number, dtype_number, num_regions, *found), expected)
-    _check_span(start, end, begin, sum(numels))
-    windows = windows_of(numels, start, end)
-    inner = [contexts[w.region] for w in windows] if contexts else [None] * len(windows)
-    parts = [c and c.window(w.start, w.stop) for c, w in zip(inner, windows, strict=True)]
-    num_elements, body_bytes, tail_bytes = lengths
-    guard_start = _guard_start(payload.numel(), len(windows), guarded)
-    changes = _regions(
-        payload[:guard_start],
-        codec,
-        identity.dtype,
-        [window.numel for window in windows],
-        parts,
-        (body_bytes, tail_bytes),
-    )
-    if sum(change.value.numel() for change in changes) != num_elements:
-        raise CorruptFrameError(
-            f"frame holds another number of elements than its header says ({num_elements})"
-        )
-    guard = None
-    if guarded:
-        num_sparse = sum(change.value.numel() for change in changes if change.index is not None)
-        guard = read_guard(payload[guard_start:].clone(), len(windows), guarded - 1, num_sparse)
-    return Unpacked(end=end, windows=windows, changes=tuple(changes), guard=guard)
+    codec_number, content = _checked(frame, identity, codecs)
+    _check_span(content.span, begin, numel)
+    payload, span, count = frame[HEADER_BYTES:], content.span, content.count
+    length = content.body_bytes + (guard_limit(content.guarded - 1) if content.guarded else 0)
+    if payload.numel() != length:
+        raise CorruptFrameError(f"frame carries {payload.numel()} bytes, its header speaks of {length}")
+    body, end = payload[: content.body_bytes], payload[content.body_bytes :]
+    if codec_number == WHOLE:
+        if (count, body.numel(), end.numel()) != (span.numel, span.numel * identity.dtype.itemsize, 0):
+            raise CorruptFrameError(f"{length} bytes cannot be all {span.numel} values of a span")
+        return Unpacked(span=span, whole=body.view(identity.dtype))
+    if span.numel > MAX_SPAN:
+        raise CorruptFrameError(f"changes in a span of {span.numel} elements: the most are {MAX_SPAN}")
+    codec = next(codec for codec in codecs if codec.number == codec_number)
+    changes = codec.decode(body, count, span, identity.dtype, read=read)
+    guard = read_guard(content.digest, end, count) if content.guarded else None
+    return Unpacked(span=span, changes=changes, guard=guard)
 
 
-def _whole_header(frame: torch.Tensor) -> list[Any]:
-    """The header's fields between magic and checksum, both of which are right."""
-    if frame.numel() < _HEADER.size:
+def check_complete(end: int, numel: int) -> None:
+    """Refuse to go on if the last frame of a pair ends before its line does.
+
+    Raises:
+        MissingFrameError: elements are missing.
+    """
+    if end != numel:
+        raise MissingFrameError(f"frames end at element {end} of {numel}: the last ones did not come")
+
+
+def _checked(frame: torch.Tensor, identity: FrameIdentity, codecs: Sequence[Codec]) -> tuple[int, _Content]:
+    """The number of the codec and what the header says of the rest; checksum and identity are right."""
+    if frame.numel() < HEADER_BYTES:
         raise CorruptFrameError(
-            f"frame of {frame.numel()} bytes is shorter than its header of {_HEADER.size}"
+            f"frame of {frame.numel()} bytes is shorter than its header of {HEADER_BYTES}"
         )
-    header = bytearray(frame[: _HEADER.size].numpy().tobytes())
-    magic, *fields, checksum = _HEADER.unpack(header)
+    header = bytearray(frame[:HEADER_BYTES].numpy().tobytes())
+    magic, protocol, codec_number, dtype_number, *fields, checksum = _HEADER.unpack(header)
     if magic != MAGIC:
         raise CorruptFrameError(f"frame begins with {magic!r}, not {MAGIC!r}")
     struct.pack_into("<Q", header, _CHECKSUM_OFFSET, 0)
-    if _checksum(bytes(header), frame[_HEADER.size :]) != checksum:
+    if _checksum(bytes(header), frame[HEADER_BYTES:]) != checksum:
         raise CorruptFrameError("frame checksum differs: bytes were damaged on the way")
-    return fields
-
-
-def _check_identity(got: tuple[object, ...], expected: tuple[object, ...]) -> None:
-    pairs = list(zip(_IDENTITY_NAMES, got, expected, strict=True))
+    if protocol != PROTOCOL_VERSION:
+        raise StaleFrameError(
+            f"frame of protocol {protocol}, and this side speaks {PROTOCOL_VERSION}: both sides need the "
+            "same release of awex_delta"
+        )
+    known = [WHOLE, *(codec.number for codec in codecs)]
+    got, expected = (dtype_number, *fields[:6]), (_DTYPES[identity.dtype], *identity.fields())
+    pairs = list(zip(("dtype", *_IDENTITY_NAMES), got, expected, strict=True))
     wrong = [f"{n}={g!r} (expected {e!r})" for n, g, e in pairs if g != e]
+    if codec_number not in known:
+        wrong.append(f"codec={codec_number} (expected one of {known})")
     if wrong:
         raise StaleFrameError(f"frame belongs elsewhere: {', '.join(wrong)}")
-
-
-def _check_span(start: int, end: int, begin: int, total: int) -> None:
-    if start < begin:
-        raise RepeatedFrameError(
-            f"a frame begins at element {start}, but all up to {begin} came: it was sent twice"
-        )
-    if start > begin:
-        raise MissingFrameError(
-            f"a frame begins at element {start}, but the last one ended at {begin}: one is missing or late"
-        )
-    if not start < end <= total and total:
-        raise CorruptFrameError(f"a frame covers elements {start} to {end} of {total}")
-
-
-def _guard_start(length: int, num_windows: int, guarded: int) -> int:
-    """Where the rest of a payload ends; `guarded` as in the header."""
-    start = length - (guard_limit(num_windows, guarded - 1) if guarded else 0)
-    if start < 0:
-        raise CorruptFrameError(f"frame carries {length} bytes, which cannot hold its guard")
-    return start
-
-
-def _regions(
-    payload: torch.Tensor,
-    codec: Codec,
-    dtype: torch.dtype,
-    numels: Sequence[int],
-    contexts: Sequence[Context | None],
-    lengths: tuple[int, int],
-) -> list[RegionChange]:
-    body_bytes, tail_bytes = lengths
-    table_bytes = 4 * len(numels)
-    body_start = table_bytes + padding(table_bytes)
-    length = body_start + body_bytes + tail_bytes
-    if payload.numel() != length:
-        raise CorruptFrameError(f"frame carries {payload.numel()} bytes, its header speaks of {length}")
-    counts = payload[:table_bytes].view(torch.uint32).to(torch.int64).tolist()
-    sparse = [place for place, count in enumerate(counts) if count != WHOLE]
-    whole = [place for place, count in enumerate(counts) if count == WHOLE]
-    if tail_bytes != sum(numels[place] for place in whole) * dtype.itemsize:
-        raise CorruptFrameError(f"{tail_bytes} bytes of whole values do not fit the regions sent whole")
-    decoded = codec.decode(
-        payload[body_start : body_start + body_bytes],
-        [counts[place] for place in sparse],
-        [numels[place] for place in sparse],
-        dtype,
-        [contexts[place] for place in sparse],
+    begin, end, count, body_bytes, guarded, digest = fields[6:]
+    span = Span(begin, end)
+    return codec_number, _Content(
+        span=span, count=count, body_bytes=body_bytes, guarded=guarded, digest=digest
     )
-    changes = dict(zip(sparse, decoded, strict=True))
-    tail = payload[body_start + body_bytes :].view(dtype)
-    for place, value in zip(whole, torch.split(tail, [numels[place] for place in whole]), strict=True):
-        changes[place] = RegionChange(numel=numels[place], value=value)
-    return [changes[place] for place in range(len(numels))]
+
+
+def _check_span(span: Span, begin: int, numel: int) -> None:
+    if span.begin < begin:
+        raise RepeatedFrameError(
+            f"a frame begins at element {span.begin}, but all up to {begin} came: it was sent twice"
+        )
+    if span.begin > begin:
+        raise MissingFrameError(
+            f"a frame begins at element {span.begin}, but the last one ended at {begin}: one is missing or "
+            "late"
+        )
+    if not span.begin < span.end <= numel:
+        raise CorruptFrameError(f"a frame covers elements {span.begin} to {span.end} of {numel}")
 
 
 def _checksum(header: bytes, payload: torch.Tensor) -> int:

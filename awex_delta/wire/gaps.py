@@ -1,12 +1,11 @@
 """Positions as gaps of one byte, values as they are or as steps: `gaps`, `ulp` and `ulp_zstd`.
 
-A gap is the number of unchanged elements between a changed element and the one before it in its region,
-or the begin of the region. Gaps and values of all regions of a frame share their streams:
+A gap is the number of unchanged elements between a changed element and the one before it in the span, or
+the begin of the span. A body has these streams:
 
     gap, 8 bit      one for each changed element; 255 says that the gap is in the next stream
     gap, 16 bit     65535 says that it is in the next one
-    gap, 32 bit     and so on
-    gap, 64 bit
+    gap, 32 bit
     steps           two streams, see `wire.steps`; not in `gaps`, nor for other dtypes than bf16
     value           one for each changed element without a step
 
@@ -16,15 +15,18 @@ The streams lie in the body as `wire.streams` says. A step needs the exact base 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from awex_delta.errors import CorruptFrameError
 from awex_delta.lines.bits import UNSTATED
-from awex_delta.wire.codec import Context, RegionChange, body_room, check_counts
+from awex_delta.lines.changes import Changes
+from awex_delta.wire.codec import body_room, check_count
 from awex_delta.wire.pieces import pieces, places_of, slices
+from awex_delta.wire.spans import Read, Span
 from awex_delta.wire.steps import ESCAPE, read_steps, step_limits, step_streams
 from awex_delta.wire.streams import (
     StreamReader,
@@ -41,8 +43,8 @@ Level = tuple[torch.dtype, int]
 Entries = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 """Gaps, values, and steps if any."""
 
-LEVELS: tuple[Level, ...] = ((torch.uint8, 2**8 - 1), (torch.uint16, 2**16 - 1), (torch.uint32, 2**32 - 1))
-"""The gap streams but the last, whose int64 holds any gap."""
+LEVELS: tuple[Level, ...] = ((torch.uint8, 2**8 - 1), (torch.uint16, 2**16 - 1))
+"""The gap streams but the last, whose uint32 holds any gap in a span."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,20 +72,20 @@ class GapCodec:
         """See `Codec.idempotent`."""
         return not self.steps
 
-    def size(self, change: RegionChange, dtype: torch.dtype) -> int:
-        """See `Codec.size`. Where streams are packed, the entropy that they come close to."""
-        count = change.value.numel()
-        gap_bytes = _position_entropy(count, change.numel) if self.compress else count
+    def size(self, changes: Changes, numel: int, dtype: torch.dtype) -> int:
+        """See `Codec.size`. If streams are packed, the entropy that they come close to."""
+        count = changes.num_changed
+        gap_bytes = _position_entropy(count, numel) if self.compress else count
         if not self._has_steps(dtype):
             return gap_bytes + count * dtype.itemsize
-        frequency = _frequency(change)
+        frequency = _frequency(changes)
         num_unstated, wide = int(frequency[0]), count - int(frequency[_NARROW].sum())
         step_bytes = entropy_bytes(frequency) if self.compress else (count + 1) // 2 + wide
         return gap_bytes + step_bytes + num_unstated * dtype.itemsize
 
     def limit(self, count: int, numel: int, dtype: torch.dtype) -> int:
         """See `Codec.limit`."""
-        return streams_limit(self._limits(count, numel, dtype))
+        return streams_limit(self._limits(count, numel, dtype)) if count else 0
 
     def work(self, count: int, numel: int, dtype: torch.dtype) -> int:
         """See `Codec.work`: a packed stream beside the one that it is made from, or what steps were read."""
@@ -91,26 +93,32 @@ class GapCodec:
         return max(packed, count if self._has_steps(dtype) else 0)
 
     def encode(
-        self, changes: Sequence[RegionChange], dtype: torch.dtype, out: torch.Tensor | None = None
+        self,
+        changes: Changes,
+        span: Span,
+        dtype: torch.dtype,
+        *,
+        out: torch.Tensor | None = None,
+        read: Read | None = None,
     ) -> torch.Tensor:
         """See `Codec.encode`."""
-        changes = [change for change in changes if change.value.numel()]
-        count, numel = sum(c.value.numel() for c in changes), sum(c.numel for c in changes)
-        room = body_room(self, changes, dtype, out)
-        found = ((p.gap, p.value, p.code if self._has_steps(dtype) else None) for p in pieces(changes))
-        body = self.encode_pieces(found, count, numel, dtype, room) if count else room[:0]
+        del read
+        room = body_room(self, changes.num_changed, span, dtype, out)
+        if not changes.num_changed:
+            return room[:0]
+        found = _entries(changes, span.begin, steps=self._has_steps(dtype))
+        body = self.encode_entries(found, changes.num_changed, span.numel, dtype, room)
         return body if out is not None else body.clone()
 
-    def encode_pieces(
+    def encode_entries(
         self, found: Iterable[Entries], count: int, numel: int, dtype: torch.dtype, out: torch.Tensor
     ) -> torch.Tensor:
         """`encode`, of `count` changes among `numel` elements as they come.
 
         Args:
             found: gap, value and step of successive changes; with steps an even number, but the last time.
-            count, numel, dtype, out: see there.
-
-        Collective: no.
+            count: all of them, at least 1.
+            numel, dtype, out: see `encode`.
         """
         writer = StreamWriter(out, self._limits(count, numel, dtype), compress=self.compress)
         for gap, value, code in found:
@@ -122,61 +130,71 @@ class GapCodec:
         return writer.finish()
 
     def decode(
-        self,
-        body: torch.Tensor,
-        counts: Sequence[int],
-        numels: Sequence[int],
-        dtype: torch.dtype,
-        contexts: Sequence[Context | None] = (),
-    ) -> list[RegionChange]:
+        self, body: torch.Tensor, count: int, span: Span, dtype: torch.dtype, *, read: Read | None = None
+    ) -> Changes:
         """See `Codec.decode`."""
-        del contexts
-        check_counts(counts, numels)  # before memory is allocated
-        total = sum(counts)
-        index, code = torch.empty(total, dtype=torch.int64), None
-        *steps, stated = self.read_positions(body, counts, numels, dtype, index)
+        del read
+        streams = self.open(body, count, span, dtype)
+        pos, code = torch.empty(count, dtype=torch.int64), None
+        *steps, stated = self.read_positions(streams, span, pos)
         if steps:
-            code, value = torch.empty(total, dtype=torch.int8), torch.zeros(total, dtype=dtype)
-            for piece in slices(total):
+            code, value = torch.empty(count, dtype=torch.int8), torch.zeros(count, dtype=dtype)
+            for piece in slices(count):
                 code[piece] = read_steps(steps[0], steps[1], piece.stop - piece.start)
-                where = places_of(code[piece], UNSTATED)
-                value[where + piece.start] = stated.read(where.numel(), dtype)
+                places = places_of(code[piece], UNSTATED)
+                value[places + piece.start] = stated.read(places.numel(), dtype)
         else:
-            value = stated.read(total, dtype)
+            value = stated.read(count, dtype)
         check_read([*steps, stated])
-        sizes = list(counts)
-        codes = [None] * len(sizes) if code is None else torch.split(code, sizes)
-        parts = zip(numels, torch.split(index, sizes), torch.split(value, sizes), codes, strict=True)
-        return [RegionChange(numel=numel, index=i, value=v, code=c) for numel, i, v, c in parts]
+        return Changes(pos=pos, code=code, value=value)
 
-    def read_positions(
-        self,
-        body: torch.Tensor,
-        counts: Sequence[int],
-        numels: Sequence[int],
-        dtype: torch.dtype,
-        index: torch.Tensor,
-    ) -> list[StreamReader]:
-        """The first half of `decode`.
+    def open(self, body: torch.Tensor, count: int, span: Span, dtype: torch.dtype) -> list[StreamReader]:
+        """The streams of a body; nothing is allocated in proportion to `count`.
 
         Args:
-            body, counts, numels, dtype: see there; no more changes than elements.
-            index: int64 [sum of counts], to be filled with the positions of all regions.
+            body, count, span, dtype: see `decode`.
+
+        Raises:
+            CorruptFrameError: the body cannot hold so many changes.
+        """
+        check_count(count, span)
+        limits = self._limits(count, span.numel, dtype)
+        if not count:
+            if body.numel():
+                raise CorruptFrameError(f"{body.numel()} bytes for no changed element")
+            return [StreamReader(body, 0) for _ in limits]
+        streams = open_streams(body, limits)
+        if streams[0].left != count * self.levels[0][0].itemsize:
+            raise CorruptFrameError(f"{streams[0].left} bytes of gaps for {count} changed elements")
+        return streams
+
+    def read_positions(
+        self, streams: Sequence[StreamReader], span: Span, pos: torch.Tensor
+    ) -> Sequence[StreamReader]:
+        """Read all gaps.
+
+        Args:
+            streams: of `open`.
+            span: see `decode`.
+            pos: int64 [count], to be filled with positions in the pair's line.
 
         Returns:
             The streams of steps, if there are any, and of values.
 
-        Collective: no.
+        Raises:
+            CorruptFrameError: the streams do not fit each other, or a position lies beyond the span.
         """
-        total, num_levels = sum(counts), len(self.levels) + 1
-        if not total:
-            if body.numel():
-                raise CorruptFrameError(f"{body.numel()} bytes for no changed element")
-            return [StreamReader(body, 0)]
-        streams = open_streams(body, self._limits(total, sum(numels), dtype))
-        self._read_positions(streams[:num_levels], counts, numels, index)
-        check_read(streams[:num_levels])
-        return streams[num_levels:]
+        end = span.begin  # one beyond the last position
+        gaps, rest = streams[: len(self.levels) + 1], streams[len(self.levels) + 1 :]
+        for piece in slices(pos.numel()):
+            here = pos[piece]
+            torch.cumsum(self._read_gaps(gaps, 0, here.numel()).add_(1), 0, out=here)
+            here += end - 1
+            end = int(here[-1]) + 1
+            if end > span.end:
+                raise CorruptFrameError(f"position {end - 1} is beyond a span that ends at {span.end}")
+        check_read(gaps)
+        return rest
 
     def _has_steps(self, dtype: torch.dtype) -> bool:
         return self.steps and dtype is torch.bfloat16
@@ -184,7 +202,7 @@ class GapCodec:
     def _limits(self, count: int, numel: int, dtype: torch.dtype) -> list[int]:
         """The most bytes of each stream. A gap that escapes a level is at least as long as its limit."""
         limits = [count * self.levels[0][0].itemsize]
-        widths = [level.itemsize for level, _ in self.levels[1:]] + [torch.int64.itemsize]
+        widths = [level.itemsize for level, _ in self.levels[1:]] + [torch.uint32.itemsize]
         for (_, limit), width in zip(self.levels, widths, strict=True):
             limits.append(min(count, numel // limit) * width)
         limits += step_limits(count) if self._has_steps(dtype) else []
@@ -198,66 +216,51 @@ class GapCodec:
             narrow = writer.put(place, gap.clamp(max=limit), dtype)
             gap = gap[places_of(narrow, limit)]
         else:
-            writer.put(len(self.levels), gap, torch.int64)
+            writer.put(len(self.levels), gap, torch.uint32)
 
-    def _read_gaps(
-        self, streams: Sequence[StreamReader], level: int, count: int, longest: int
-    ) -> torch.Tensor:
+    def _read_gaps(self, streams: Sequence[StreamReader], level: int, count: int) -> torch.Tensor:
         """The next gaps of a level, int64 [count], with those that escape from it."""
         if level == len(self.levels):
-            gap = streams[level].read(count, torch.int64).clone()
-            if bool(((gap < 0) | (gap >= longest)).any()):
-                raise CorruptFrameError("a gap is negative or larger than every region")
-            return gap
+            return streams[level].read(count, torch.uint32).to(torch.int64)
         dtype, limit = self.levels[level]
         narrow = streams[level].read(count, dtype)
         gap, escaped = narrow.to(torch.int64), places_of(narrow, limit)
         if escaped.numel():
-            gap[escaped] = self._read_gaps(streams, level + 1, escaped.numel(), longest)
+            gap[escaped] = self._read_gaps(streams, level + 1, escaped.numel())
         return gap
 
-    def _read_positions(
-        self,
-        streams: Sequence[StreamReader],
-        counts: Sequence[int],
-        numels: Sequence[int],
-        index: torch.Tensor,
-    ) -> None:
-        """Positions of all regions, each in its region.
 
-        Raises:
-            CorruptFrameError: the streams do not fit each other, or a position lies beyond its region.
-        """
-        longest, end = max(numels), 0  # one beyond the last position, were all regions one
-        filled = iter([(count, numel) for count, numel in zip(counts, numels, strict=True) if count])
-        left, numel, begin = 0, 0, 0
-        for piece in slices(index.numel()):
-            here = index[piece]
-            torch.cumsum(self._read_gaps(streams, 0, here.numel(), longest).add_(1), 0, out=here)
-            before, first = end, 0
-            while first < here.numel():
-                if not left:
-                    left, numel, begin = *next(filled), end
-                last = min(first + left, here.numel())
-                end = before + int(here[last - 1])
-                if end - begin > numel:
-                    raise CorruptFrameError(
-                        f"position {end - begin - 1} is beyond a region of {numel} elements"
-                    )
-                here[first:last] += before - begin - 1
-                left -= last - first
-                first = last
+def gaps_of(pos: torch.Tensor, before: int) -> torch.Tensor:
+    """Unchanged elements before each of some positions, int64 [n].
+
+    Args:
+        pos: int64 [n] on the CPU, ascending, at least one.
+        before: the position of the change before them, or one less than where their span begins.
+    """
+    places = pos.numpy()
+    gap = np.empty_like(places)
+    np.subtract(places[1:], places[:-1], out=gap[1:])
+    gap[0] = places[0] - before
+    gap -= 1
+    return torch.from_numpy(gap)
+
+
+def _entries(changes: Changes, begin: int, *, steps: bool) -> Iterator[Entries]:
+    before = begin - 1
+    for pos, value, code in pieces(changes):
+        yield gaps_of(pos, before), value, code if steps else None
+        before = int(pos[-1])
 
 
 _NARROW = slice(-UNSTATED - (ESCAPE + 1) // 2 + 1, -UNSTATED + ESCAPE // 2 + 1)
 """Where `_frequency` has the steps that need no escape."""
 
 
-def _frequency(change: RegionChange) -> torch.Tensor:
+def _frequency(changes: Changes) -> torch.Tensor:
     """How often each step from -128 to 127 occurs among the changes."""
     frequency = torch.zeros(256, dtype=torch.int64)
-    for piece in pieces([change]):
-        frequency += torch.bincount(piece.code.to(torch.int16) - UNSTATED, minlength=256)
+    for _, _, code in pieces(changes):
+        frequency += torch.bincount(code.to(torch.int16) - UNSTATED, minlength=256)
     return frequency
 
 

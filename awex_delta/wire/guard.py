@@ -1,187 +1,141 @@
-"""What a frame says of its base: digests of the bits that its changes replace, where the sender knows them.
+"""What a frame says of its base: a digest of the bits that its changes replace, if the sender knows them.
 
 An encoding that sends whole values repairs what drifted at an engine, unseen. So such a frame has a guard,
-and an engine compares before anything is written:
+and an engine compares before anything is written. The digest sums hashes of (position in the pair's line, old
+bits), see `wire.digest`, and lies in the header. At the end of the frame stands what it leaves out:
 
-    digest, 64 bit      one a window of the frame: of the old bits of the changes in it
-    unstated, 32 bit    changes that no digest covers, as detection states no step for them: ascending
-                        places among all sparse changes of the frame, together padded to 8 bytes
-
-Positions count from the start of the window, and there is no salt.
+    unstated, 32 bit    places, among the changes of the frame, of those for which detection states no step:
+                        their old bits are not known
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from awex_delta.errors import CorruptFrameError
 from awex_delta.lines.bits import UNSTATED, apply_code
-from awex_delta.wire.codec import Codec, RegionChange, as_bytes, padding
-from awex_delta.wire.digest import sum_at
+from awex_delta.lines.changes import Changes
+from awex_delta.wire.codec import Codec, as_bytes
+from awex_delta.wire.digest import as_unsigned, sum_at
+from awex_delta.wire.pieces import places_of
+from awex_delta.wire.spans import Old
 
 # Changes at a time: so much torch does on one thread of a CPU, and waits for no other; a GPU takes more.
 _PIECE, _DEVICE_PIECE = 1 << 15, 1 << 20
 _MIN_CHANGES_FOR_UNSTATED = 16  # a change that states no step costs 4 bytes: more of them, and it is too dear
-
-Part = Callable[[slice], torch.Tensor]
-"""What belongs to a range of changes of one window."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Guard:
     """The guard of one frame.
 
-    digests: int64 [windows] on the CPU; 0 for a window that is sent whole or empty.
-    unstated: int64 [n] on the CPU, ascending.
+    digest: below 2^64.
+    unstated: int64 [n] on the CPU, ascending places among the changes of the frame.
     """
 
-    digests: torch.Tensor
+    digest: int
     unstated: torch.Tensor
 
-    @property
-    def num_bytes(self) -> int:
-        """On the wire."""
-        return guard_limit(self.digests.numel(), self.unstated.numel())
+    def holds(self, pos: torch.Tensor, old: Old, *, compiled: bool = False) -> bool:
+        """Whether an engine holds what the changes of the frame replace.
 
-    def stated(self, first: int, last: int) -> torch.Tensor:
-        """Which of the sparse changes at places `first` to `last` the digests cover: bool. Collective: no."""
-        begin, end = torch.searchsorted(self.unstated, torch.tensor([first, last])).tolist()
-        stated = torch.ones(last - first, dtype=torch.bool)
-        stated[self.unstated[begin:end] - first] = False
-        return stated
+        Args:
+            pos: int64 [n], the positions of all changes of the frame, as decoded.
+            old: reads what the engine holds.
+            compiled: see `awex_delta.wire.digest`.
+        """
+
+        def stated(here: slice) -> torch.Tensor:
+            first, last = torch.searchsorted(self.unstated, torch.tensor([here.start, here.stop])).tolist()
+            counted = torch.ones(here.stop - here.start, dtype=torch.bool)
+            counted[self.unstated[first:last] - here.start] = False
+            return counted.to(pos.device)
+
+        return _digest(pos, lambda here: old(pos[here]), stated, compiled=compiled) == self.digest
 
 
-def guard_limit(num_windows: int, num_unstated: int) -> int:
-    """Bytes of a guard. Collective: no."""
-    unstated = 4 * num_unstated
-    return 8 * num_windows + unstated + padding(unstated)
+def guard_limit(num_unstated: int) -> int:
+    """The bytes that a guard adds to the end of a frame."""
+    return torch.uint32.itemsize * num_unstated
 
 
-def unstated_counts(codec: Codec, changes: Sequence[RegionChange]) -> list[int] | None:
-    """By region, the changes that a guard would leave out; None where frames of these changes gain by none.
+def num_unstated(codec: Codec, changes: Changes) -> int | None:
+    """How many changes guards would leave out; None if frames of these changes have no guard.
 
-    They gain by one where values are sent whole, and most old ones are known. Encodings that send steps need
+    They gain by one if values are sent whole and most old ones are known. Encodings that send steps need
     none: from another base they make other values, which read back wrong. Waits for a device once.
 
-    Collective: no.
+    Args:
+        codec: what will pack them.
+        changes: of one pair, with values.
     """
-    sparse = [change for change in changes if change.index is not None and change.value.numel()]
-    if not sparse or not codec.idempotent or not all(_has_steps(change) for change in sparse):
+    code, value = changes.code, changes.value
+    if not codec.idempotent or code is None or value is None or not changes.num_changed:
         return None
-    totals = [_num_unstated(change) for change in changes]
-    counts: list[int] = _on_cpu(totals).tolist()
-    gains = sum(counts) * _MIN_CHANGES_FOR_UNSTATED <= sum(change.value.numel() for change in sparse)
-    return counts if gains else None
+    if value.dtype is not torch.bfloat16:  # no step leads back to what a converter cast
+        return None
+    count = int((code == UNSTATED).sum())
+    return count if count * _MIN_CHANGES_FOR_UNSTATED <= changes.num_changed else None
 
 
-def _has_steps(change: RegionChange) -> bool:
-    """False where no step leads back to the old bits, such as from values that a converter cast."""
-    return change.code is not None and change.value.dtype is torch.bfloat16
-
-
-def _num_unstated(change: RegionChange) -> torch.Tensor:
-    """int64 scalar, left on the device of the change where it is sparse."""
-    if change.index is None or change.code is None:
-        return torch.zeros((), dtype=torch.int64)
-    return (change.code == UNSTATED).sum()
-
-
-def guard_of(changes: Sequence[RegionChange], *, compiled: bool = False) -> Guard:
+def guard_of(changes: Changes, *, compiled: bool = False) -> Guard:
     """The guard of a frame, from the sender's side.
 
     Args:
-        changes: one entry a window, as they are packed; bf16, with codes where they are sparse.
+        changes: of one frame; bf16, with values and codes.
         compiled: see `awex_delta.wire.digest`.
 
-    Collective: no.
+    Raises:
+        ValueError: values or codes are missing.
     """
-    digests, unstated, place = [], [torch.empty(0, dtype=torch.int64)], 0
-    for change in changes:
-        if change.index is None or change.code is None:
-            digests.append(torch.zeros((), dtype=torch.int64))
-            continue
-        value, code = change.value, change.code
-        digests.append(
-            old_digest(
-                change.index,
-                lambda here, value=value, code=code: apply_code(value[here], -code[here]),  # type: ignore[misc]
-                lambda here, code=code: code[here] != UNSTATED,  # type: ignore[misc]
-                start=change.start,
-                compiled=compiled,
-            )
-        )
-        for part in torch.split(code, _piece(code)):
-            unstated.append((part == UNSTATED).nonzero().view(-1).cpu() + place)
-            place += part.numel()
-    return Guard(digests=_on_cpu(digests), unstated=torch.cat(unstated))
-
-
-def old_digest(
-    index: torch.Tensor, old: Part, stated: Part, *, start: int = 0, compiled: bool = False
-) -> torch.Tensor:
-    """The digest of the old bits of one window, left on their device.
-
-    Args:
-        index: int64 [n], positions.
-        old: gives the old bf16 values of a range of changes, on the device of `index`.
-        stated: gives bool on that device: the changes that count.
-        start: of the window, among those positions.
-        compiled: see `awex_delta.wire.digest`.
-
-    Returns:
-        int64 scalar.
-
-    Collective: no.
-    """
-    total = torch.zeros((), dtype=torch.int64, device=index.device)
-    step = _piece(index)
-    for first in range(0, index.numel(), step):
-        here = slice(first, min(first + step, index.numel()))
-        places = index[here] - start if start else index[here]
-        total += sum_at(places, old(here), 0, counts=stated(here), compiled=compiled)
-    return total
+    code, value = changes.code, changes.value
+    if code is None or value is None:
+        raise ValueError("a guard needs values and codes")
+    digest = _digest(
+        changes.pos,
+        lambda here: apply_code(value[here], -code[here]),
+        lambda here: code[here] != UNSTATED,
+        compiled=compiled,
+    )
+    return Guard(digest=digest, unstated=places_of(code.cpu(), UNSTATED))
 
 
 def guard_bytes(guard: Guard) -> torch.Tensor:
-    """A guard as the frame holds it: uint8 [n]. Collective: no."""
-    section = torch.zeros(guard.num_bytes, dtype=torch.uint8)
-    digests, unstated = as_bytes(guard.digests), as_bytes(guard.unstated.to(torch.uint32))
-    section[: digests.numel()] = digests
-    section[digests.numel() : digests.numel() + unstated.numel()] = unstated
-    return section
+    """The end of a frame with this guard: uint8 [n]."""
+    return as_bytes(guard.unstated.to(torch.uint32))
 
 
-def read_guard(section: torch.Tensor, num_windows: int, num_unstated: int, num_changes: int) -> Guard:
+def read_guard(digest: int, section: torch.Tensor, num_changes: int) -> Guard:
     """Undo `guard_bytes`.
 
     Args:
-        section: uint8 [guard_limit of the two counts].
-        num_windows, num_unstated: as the frame's header and table say.
-        num_changes: sparse changes of the frame.
+        digest: as the header has it.
+        section: uint8 [4 n].
+        num_changes: of the frame.
 
     Raises:
         CorruptFrameError: a place is out of order, or beyond the changes.
-
-    Collective: no.
     """
-    begin = 8 * num_windows
-    unstated = section[begin : begin + 4 * num_unstated].view(torch.uint32).to(torch.int64)
-    if num_unstated and (bool((unstated.diff() <= 0).any()) or int(unstated[-1]) >= num_changes):
+    unstated = section.clone().view(torch.uint32).to(torch.int64)
+    if unstated.numel() and (bool((unstated.diff() <= 0).any()) or int(unstated[-1]) >= num_changes):
         raise CorruptFrameError("a guard leaves out changes out of order, or beyond those of its frame")
-    return Guard(digests=section[:begin].view(torch.int64).clone(), unstated=unstated)
+    return Guard(digest=digest, unstated=unstated)
 
 
-def _piece(changes: torch.Tensor) -> int:
-    return _PIECE if changes.device.type == "cpu" else _DEVICE_PIECE
-
-
-def _on_cpu(totals: Sequence[torch.Tensor]) -> torch.Tensor:
-    """int64 scalars, of which some may lie on a device, as one tensor; waits for it once."""
-    devices = {total.device for total in totals} - {torch.device("cpu")} or {torch.device("cpu")}
-    target = devices.pop()
-    if not totals:
-        return torch.empty(0, dtype=torch.int64)
-    return torch.stack([total.to(target) for total in totals]).cpu()
+def _digest(
+    pos: torch.Tensor,
+    old: Callable[[slice], torch.Tensor],
+    stated: Callable[[slice], torch.Tensor],
+    *,
+    compiled: bool,
+) -> int:
+    """The digest of old bits, a range of changes at a time. old: bf16; stated: bool, which of them count."""
+    total = torch.zeros((), dtype=torch.int64, device=pos.device)
+    step = _PIECE if pos.device.type == "cpu" else _DEVICE_PIECE
+    for first in range(0, pos.numel(), step):
+        here = slice(first, min(first + step, pos.numel()))
+        total += sum_at(pos[here], old(here), 0, counts=stated(here), compiled=compiled)
+    return as_unsigned(total)

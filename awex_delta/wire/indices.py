@@ -2,34 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import accumulate
-
 import torch
 
 from awex_delta.errors import CorruptFrameError
-from awex_delta.wire.codec import Context, RegionChange, body_room, padding
+from awex_delta.lines.changes import Changes
+from awex_delta.wire.codec import body_room, check_count, padding
 from awex_delta.wire.pieces import pieces, slices
+from awex_delta.wire.spans import Read, Span
 
-INT32_LIMIT = 2**31
+_POSITION = torch.uint32
 
 
 class IndicesCodec:
-    """`indices`: int32 position (int64 where a region needs it) and new value. Idempotent."""
+    """`indices`: uint32 position in the span, and new value. Idempotent."""
 
     name = "indices"
     number = 1
     needs_context = False
     idempotent = True
 
-    def size(self, change: RegionChange, dtype: torch.dtype) -> int:
+    def size(self, changes: Changes, numel: int, dtype: torch.dtype) -> int:
         """See `Codec.size`."""
-        return change.value.numel() * (_index_dtype([change.numel]).itemsize + dtype.itemsize)
+        del numel
+        return changes.num_changed * (_POSITION.itemsize + dtype.itemsize)
 
     def limit(self, count: int, numel: int, dtype: torch.dtype) -> int:
-        """See `Codec.limit`. Exact, but where several regions exceed int32 together and none alone."""
-        streams = count * _index_dtype([numel]).itemsize, count * dtype.itemsize
-        return sum(stream + padding(stream) for stream in streams)
+        """See `Codec.limit`. Exact."""
+        del numel
+        return _layout(count, dtype)[1]
 
     def work(self, count: int, numel: int, dtype: torch.dtype) -> int:
         """See `Codec.work`."""
@@ -37,110 +37,66 @@ class IndicesCodec:
         return 0
 
     def encode(
-        self, changes: Sequence[RegionChange], dtype: torch.dtype, out: torch.Tensor | None = None
+        self,
+        changes: Changes,
+        span: Span,
+        dtype: torch.dtype,
+        *,
+        out: torch.Tensor | None = None,
+        read: Read | None = None,
     ) -> torch.Tensor:
-        """Positions of all regions, then values of all regions, each padded to 8 bytes."""
-        total, narrow = sum(c.value.numel() for c in changes), _index_dtype([c.numel for c in changes])
-        value_start, end = _layout(total, narrow, dtype)
-        body = body_room(self, changes, dtype, out)[:end]
-        for start, stop in (
-            (total * narrow.itemsize, value_start),
-            (value_start + total * dtype.itemsize, end),
-        ):
-            body[start:stop] = 0
-        index, value = _streams(body, total, narrow, dtype)
-        first = 0
-        for piece in pieces(changes):
-            here = piece.index
-            index[first : first + here.numel()] = here
-            value[first : first + here.numel()] = piece.value
-            first += here.numel()
+        """All positions, then all values, each padded to 8 bytes."""
+        del read
+        count = changes.num_changed
+        body = body_room(self, count, span, dtype, out)[: _layout(count, dtype)[1]]
+        narrow, value = _parts(body, count, dtype)
+        body[narrow.nbytes : narrow.nbytes + padding(narrow.nbytes)] = 0
+        body[body.numel() - padding(value.nbytes) :] = 0
+        for here, (pos, new, _) in zip(slices(count), pieces(changes), strict=True):
+            narrow[here] = pos - span.begin if span.begin else pos
+            value[here] = new
         return body
 
     def decode(
-        self,
-        body: torch.Tensor,
-        counts: Sequence[int],
-        numels: Sequence[int],
-        dtype: torch.dtype,
-        contexts: Sequence[Context | None] = (),
-    ) -> list[RegionChange]:
+        self, body: torch.Tensor, count: int, span: Span, dtype: torch.dtype, *, read: Read | None = None
+    ) -> Changes:
         """See `Codec.decode`."""
-        del contexts
-        total, narrow = sum(counts), _index_dtype(numels)
-        if body.numel() != _layout(total, narrow, dtype)[1]:
-            raise CorruptFrameError(f"{body.numel()} bytes cannot hold {total} changed elements")
-        found, value = _streams(body, total, narrow, dtype)
-        check_positions(found, counts, numels)
-        index = torch.empty(total, dtype=torch.int64).copy_(found)
-        split_index, split_value = torch.split(index, list(counts)), torch.split(value, list(counts))
-        return [
-            RegionChange(numel=numel, index=i, value=v)
-            for numel, i, v in zip(numels, split_index, split_value, strict=True)
-        ]
+        del read
+        check_count(count, span)
+        if body.numel() != _layout(count, dtype)[1]:
+            raise CorruptFrameError(f"{body.numel()} bytes cannot hold {count} changed elements")
+        narrow, value = _parts(body, count, dtype)
+        pos = torch.empty(count, dtype=torch.int64).copy_(narrow)
+        _check_positions(pos, span.numel)
+        return Changes(pos=pos.add_(span.begin), value=value)
 
 
-def check_positions(index: torch.Tensor, counts: Sequence[int], numels: Sequence[int]) -> None:
-    """Refuse positions that are negative, beyond their region, repeated or out of order.
-
-    Args:
-        index: int32 or int64 [sum of counts], the positions of all regions one after the other.
-        counts, numels: changed elements and size of each region.
+def _check_positions(pos: torch.Tensor, numel: int) -> None:
+    """Refuse positions in a span that are repeated, out of order or beyond its elements.
 
     Raises:
-        CorruptFrameError: names the first bad region.
-
-    Collective: no.
+        CorruptFrameError: names the first of them.
     """
-    if not index.numel():
-        return
-    ends = list(accumulate(counts))
-    edges = [
-        (end - count, end, numel) for count, end, numel in zip(counts, ends, numels, strict=True) if count
-    ]
-    first = torch.tensor([begin for begin, _, _ in edges])
-    last = torch.tensor([end - 1 for _, end, _ in edges])
-    limit = torch.tensor([numel for _, _, numel in edges])
-    # Ascending within a region, so that its first and its last position bound all of them.
-    inside = not bool(((index[first] < 0) | (index[last] >= limit)).any())
-    if not inside or not all(_ascends(index, piece, first) for piece in slices(index.numel() - 1)):
-        raise CorruptFrameError(_misplaced(index, counts, numels))
-
-
-def _ascends(index: torch.Tensor, piece: slice, first: torch.Tensor) -> bool:
-    """False where a position follows one that is not smaller, unless it is the first of its region."""
-    before, after = index[piece], index[piece.start + 1 : piece.stop + 1]
-    descents = (after <= before).nonzero().view(-1) + (piece.start + 1)
-    return bool(torch.isin(descents, first).all())
-
-
-def _misplaced(index: torch.Tensor, counts: Sequence[int], numels: Sequence[int]) -> str:
-    """Names the first position out of place; slow, for a frame that is refused anyway."""
-    parts = torch.split(index, list(counts))
-    for region, (part, numel) in enumerate(zip(parts, numels, strict=True)):
-        bad = (part < 0) | (part >= numel)
-        bad[1:] |= part[1:] <= part[:-1]
+    for piece in slices(pos.numel()):
+        here = pos[max(piece.start - 1, 0) : piece.stop]
+        bad = here >= numel
+        bad[1:] |= here[1:] <= here[:-1]
         if bool(bad.any()):
-            where = int(part[bad][0])
-            place = f"position {where} in region {region} of {numel} elements"
-            return f"{place} is out of range, repeated or out of order"
-    return "positions are out of place"
+            raise CorruptFrameError(
+                f"position {int(here[bad][0])} of a span of {numel} elements is out of range, repeated or "
+                "out of order"
+            )
 
 
-def _index_dtype(numels: Sequence[int]) -> torch.dtype:
-    return torch.int32 if max(numels, default=0) <= INT32_LIMIT else torch.int64
-
-
-def _layout(total: int, narrow: torch.dtype, dtype: torch.dtype) -> tuple[int, int]:
+def _layout(count: int, dtype: torch.dtype) -> tuple[int, int]:
     """Where the values begin, and where the body ends."""
-    index_bytes, value_bytes = total * narrow.itemsize, total * dtype.itemsize
-    value_start = index_bytes + padding(index_bytes)
-    return value_start, value_start + value_bytes + padding(value_bytes)
+    positions, values = count * _POSITION.itemsize, count * dtype.itemsize
+    start = positions + padding(positions)
+    return start, start + values + padding(values)
 
 
-def _streams(
-    body: torch.Tensor, total: int, narrow: torch.dtype, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    value_start, _ = _layout(total, narrow, dtype)
-    index = body[: total * narrow.itemsize].view(narrow)
-    return index, body[value_start : value_start + total * dtype.itemsize].view(dtype)
+def _parts(body: torch.Tensor, count: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """The positions and the values of a body, as views."""
+    start, _ = _layout(count, dtype)
+    positions = body[: count * _POSITION.itemsize].view(_POSITION)
+    return positions, body[start : start + count * dtype.itemsize].view(dtype)

@@ -23,18 +23,22 @@ _ALL: tuple[Codec, ...] = (
 CODECS: Mapping[str, Codec] = {codec.name: codec for codec in _ALL}
 
 
-def codecs_for(encoding: str) -> tuple[Codec, ...]:
+def codecs_for(encoding: str, *, context: bool = False) -> tuple[Codec, ...]:
     """The codecs that frames may have under one setting of `weight_update_delta_encoding`.
+
+    Args:
+        encoding: the setting.
+        context: whether `auto` may choose encodings that read the weights: every rank of both sides has
+            what they need, see `numba_is_installed`.
 
     Raises:
         ConfigError: there is no such encoding.
     """
-    if encoding != AUTO:
-        codec = codec_named(encoding)
-        if codec.needs_context:
-            load_loops()  # now, while no peer waits for it
-        return (codec,)
-    return tuple(codec for codec in CODECS.values() if not codec.needs_context)
+    allowed = [name for name, codec in CODECS.items() if context or not codec.needs_context]
+    codecs = tuple(codec_named(name) for name in (allowed if encoding == AUTO else [encoding]))
+    if any(codec.needs_context for codec in codecs):
+        load_loops()  # now, while no peer waits for it
+    return codecs
 
 
 def codec_named(name: str) -> Codec:

@@ -1,55 +1,36 @@
-"""Which elements of a pair one frame covers: a span of the line that its regions make, and its windows."""
+"""A span of a pair's line, and how the values in it are read.
+
+A pair's line numbers the elements that one sender owns and one receiver stores, in the sender's order.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Window:
-    """The part of one region that lies in the span of a frame.
+MAX_SPAN = 1 << 32
+"""The most elements in the span of one frame, so that positions in it fit 32 bits."""
 
-    region: place of the region among those of the pair.
-    start, stop: positions in the region.
-    """
+Read = Callable[[int, int], torch.Tensor]
+"""`read(start, stop)`: the values at these positions of a pair's line, flat, in its dtype, on the CPU.
 
-    region: int
-    start: int
-    stop: int
+The sender reads the values after the step, the receiver those of the base, which it holds.
+"""
+
+Old = Callable[[torch.Tensor], torch.Tensor]
+"""`old(pos)`: the bf16 values that a receiver holds at some positions of a pair's line, on their device."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The elements of a pair's line from `begin` up to `end`."""
+
+    begin: int
+    end: int
 
     @property
     def numel(self) -> int:
         """Elements in it."""
-        return self.stop - self.start
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
-    """What one frame covers of the elements of all regions of the pair, one after the other.
-
-    begin, end: half-open range of elements.
-    num_regions: regions of the pair.
-    """
-
-    begin: int
-    end: int
-    num_regions: int
-
-
-def windows_of(numels: Sequence[int], begin: int, end: int) -> tuple[Window, ...]:
-    """The windows of the span from `begin` to `end`; a region without elements has none.
-
-    Args:
-        numels: elements of each region of the pair.
-        begin, end: half-open range of their elements, one region after the other.
-
-    Collective: no.
-    """
-    found, offset = [], 0
-    for region, numel in enumerate(numels):
-        start, stop = max(begin - offset, 0), min(end - offset, numel)
-        if start < stop:
-            found.append(Window(region=region, start=start, stop=stop))
-        offset += numel
-    return tuple(found)
+        return self.end - self.begin

@@ -26,8 +26,6 @@ def step_streams(code: torch.Tensor) -> list[torch.Tensor]:
 
     Returns:
         uint8 [(n + 1) // 2] and uint8 [steps beyond ±7].
-
-    Collective: no.
     """
     zigzag = ((code << 1) ^ (code >> 7)).view(torch.uint8)
     wide = zigzag.numpy()[zigzag.numpy() >= ESCAPE]
@@ -37,7 +35,7 @@ def step_streams(code: torch.Tensor) -> list[torch.Tensor]:
 
 
 def step_limits(total: int) -> list[int]:
-    """The most bytes of each stream, for `total` steps. Collective: no."""
+    """The most bytes of each stream, for `total` steps."""
     return [(total + 1) // 2, total]
 
 
@@ -49,8 +47,6 @@ def read_steps(pairs: StreamReader, wide: StreamReader, count: int) -> torch.Ten
 
     Raises:
         CorruptFrameError: the streams end before.
-
-    Collective: no.
     """
     both = pairs.read((count + 1) // 2, torch.uint8).numpy().astype(np.uint16)
     zigzag = torch.from_numpy(((both | both << 4) & 0x0F0F).view(np.uint8)[:count])

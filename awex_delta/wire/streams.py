@@ -42,13 +42,13 @@ class StreamWriter:
         self._ends = list(self._starts)
 
     def room(self, place: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """The next `count` entries of one stream, for the caller to fill. Collective: no."""
+        """The next `count` entries of one stream, for the caller to fill."""
         start = self._ends[place]
         self._ends[place] = start + count * dtype.itemsize
         return self._out[start : self._ends[place]].view(dtype)
 
     def put(self, place: int, entries: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Append to one stream, as `dtype`. Returns what is there now. Collective: no."""
+        """Append to one stream, as `dtype`. Returns what is there now."""
         return self.room(place, entries.numel(), dtype).copy_(entries)
 
     def cut(self, place: int, length: int) -> None:
@@ -60,8 +60,6 @@ class StreamWriter:
 
         Returns:
             The begin of `out`, uint8 [n], a multiple of 8 bytes.
-
-        Collective: no.
         """
         body, end = self._out.numpy().data, self._directory
         raw = [stop - start for start, stop in zip(self._starts, self._ends, strict=True)]
@@ -112,8 +110,6 @@ class StreamReader:
 
         Raises:
             CorruptFrameError: there are not as many, or what is there cannot be unpacked.
-
-        Collective: no.
         """
         length = count * dtype.itemsize
         self._check(length)  # before memory is allocated
@@ -124,13 +120,13 @@ class StreamReader:
         return self._stored[start : start + length].view(dtype)
 
     def read_all(self, dtype: torch.dtype) -> torch.Tensor:
-        """What is left of it; as `read`. Collective: no."""
+        """What is left of it; as `read`."""
         if self.left % dtype.itemsize:
             raise CorruptFrameError(f"a stream of {self.left} bytes holds no whole number of {dtype}")
         return self.read(self.left // dtype.itemsize, dtype)
 
     def read_into(self, out: torch.Tensor) -> torch.Tensor:
-        """As `read`, of as many bytes as `out` has, uint8 [n]. Returns it. Collective: no."""
+        """As `read`, of as many bytes as `out` has, uint8 [n]. Returns it."""
         if self._unpacked is None:
             return out.copy_(self.read(out.numel(), torch.uint8))
         self._check(out.numel())
@@ -153,8 +149,6 @@ def check_read(streams: Sequence[StreamReader]) -> None:
 
     Raises:
         CorruptFrameError: bytes are left.
-
-    Collective: no.
     """
     left = [stream.left for stream in streams]
     if any(left):
@@ -162,7 +156,7 @@ def check_read(streams: Sequence[StreamReader]) -> None:
 
 
 def streams_limit(limits: Sequence[int]) -> int:
-    """The most bytes of a body whose streams have `limits`. Collective: no."""
+    """The most bytes of a body whose streams have `limits`."""
     return sum(16 + limit + padding(limit) for limit in limits)
 
 
@@ -175,8 +169,6 @@ def open_streams(body: torch.Tensor, limits: Sequence[int]) -> list[StreamReader
 
     Raises:
         CorruptFrameError: the directory and the streams do not fit each other or the limits.
-
-    Collective: no.
     """
     start = 16 * len(limits)
     if body.numel() < start:
@@ -206,8 +198,6 @@ def entropy_bytes(frequency: torch.Tensor) -> int:
 
     Args:
         frequency: int64 [k], how often each symbol occurs.
-
-    Collective: no.
     """
     total = int(frequency.sum())
     share = frequency[frequency > 0].double() / max(total, 1)

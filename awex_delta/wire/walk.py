@@ -22,23 +22,15 @@ Loop = TypeVar("Loop", bound=Callable[..., Any])
 
 
 _BITS, _BYTES, _CODES, _INTS, _TABLE = "uint16[::1]", "uint8[::1]", "int8[::1]", "int64[::1]", "int64[:,::1]"
-_GAPS = ("uint32[::1]", _INTS)
-"""Gaps of a frame that covers fewer than 2^32 elements, and of any."""
+_GAPS = "uint32[::1]"
 
 
-def _compiled(result: str, *arguments: str | tuple[str, ...]) -> Callable[[Loop], Loop]:
-    """Machine code at import, kept beside the module for the next process; other threads run meanwhile.
-
-    An argument that is a tuple stands for several types, one compilation each.
-    """
+def _compiled(result: str, *arguments: str) -> Callable[[Loop], Loop]:
+    """Machine code at import, kept beside the module for the next process; other threads run meanwhile."""
 
     def compile_loop(loop: Loop) -> Loop:
-        choices = [(one,) if isinstance(one, str) else one for one in arguments]
-        signatures = [
-            f"{result}({', '.join(one[min(place, len(one) - 1)] for one in choices)})"
-            for place in range(max(map(len, choices)))
-        ]
-        compiled: Loop = numba.njit(signatures, nogil=True, cache=True)(loop)
+        signature = f"{result}({', '.join(arguments)})"
+        compiled: Loop = numba.njit(signature, nogil=True, cache=True)(loop)
         return compiled
 
     return compile_loop
@@ -51,7 +43,7 @@ _UNSTATED = -128
 
 @_compiled("int64", "int64")
 def _flipped(pattern: Any) -> Any:
-    """A pattern as an integer of the same order, and back; see `numerics.ulp`. Both of 16 bits, signed."""
+    """A pattern as an integer of the same order, and back; see `lines.bits`. Both of 16 bits, signed."""
     return pattern ^ ((pattern >> 15) & 0x7FFF)
 
 
@@ -89,71 +81,50 @@ def _count(bits: NDArray[np.uint16], start: int, stop: int, since: NDArray[np.in
         j += _ONE
 
 
-@_compiled("boolean", _BITS, "int64", _TABLE, _INTS, _INTS, _BITS, _CODES, _INTS, _INTS, _INTS, _GAPS, _CODES)
+@_compiled("void", _BITS, "int64", _INTS, _BITS, _CODES, _INTS, _INTS, _INTS, _GAPS, _CODES)
 def count_gaps(
     bits: NDArray[np.uint16],
     base: int,
-    segments: NDArray[np.int64],
-    at: NDArray[np.int64],
     changed: NDArray[np.int64],
     new: NDArray[np.uint16],
     code: NDArray[np.int8],
     since: NDArray[np.int64],
     slot: NDArray[np.int64],
     sums: NDArray[np.int64],
-    gaps: NDArray[np.int64],
+    gaps: NDArray[np.uint32],
     steps: NDArray[np.int8],
-) -> bool:
+) -> None:
     """Walk a block of weights on the sender.
 
     Args:
         bits: patterns of positions base .. base + len(bits).
-        segments: [k, 2], the ranges to walk, ascending.
-        at: [2], the first segment and the first change that are not done; moved on.
-        changed, new, code: positions to be found, ascending, their patterns and their steps. What states no
-            step is left out.
-        since: [1024], unchanged elements of each class since its last change, in four lanes.
-        slot: [256], where the next gap of a class goes.
-        sums: [256], of the gaps of a class.
+        changed, new, code: positions of the changes among them, ascending, their patterns and their steps.
+            What states no step is left out.
+        since: [1024], unchanged elements of each class since its last change, in four lanes; counted on.
+        slot: [256], where the next gap of a class goes; moved on.
+        sums: [256], of the gaps of a class; added to.
         gaps, steps: by slot, the unchanged elements of its class before a change, and its step.
-
-    Returns:
-        False where a change with a step lies outside the segments.
     """
-    segment, change, inside = at[0], at[1], True
-    end = base + bits.size
-    while segment < segments.shape[0] and segments[segment, 0] < end:
-        place, stop = max(segments[segment, 0], base), min(segments[segment, 1], end)
-        while place < stop:
-            while change < changed.size and changed[change] < place:
-                inside &= code[change] == _UNSTATED
-                change += 1
-            until = stop
-            if change < changed.size:
-                until = min(stop, changed[change])
-            _count(bits, place - base, until - base, since)
-            place = until
-            if place < stop:
-                if code[change] != _UNSTATED:
-                    own = _exponent(new[change], code[change])
-                    where = slot[own]
-                    slot[own] = where + 1
-                    steps[where] = code[change]
-                    gap = since[own] + since[own + 256] + since[own + 512] + since[own + 768]
-                    gaps[where] = gap
-                    sums[own] += gap
-                    since[own] = since[own + 256] = since[own + 512] = since[own + 768] = 0
-                change += 1
-                place += 1
-        if segments[segment, 1] > end:
-            break
-        segment += 1
-    at[0], at[1] = segment, change
-    return inside
+    place = 0
+    for change in range(changed.size):
+        until = changed[change] - base
+        _count(bits, place, until, since)
+        place = until + 1
+        if code[change] == _UNSTATED:
+            continue
+        own = _exponent(new[change], code[change])
+        where = slot[own]
+        slot[own] = where + 1
+        steps[where] = code[change]
+        gap = since[own] + since[own + 256] + since[own + 512] + since[own + 768]
+        gaps[where] = gap
+        sums[own] += gap
+        since[own] = since[own + 256] = since[own + 512] = since[own + 768] = 0
+    _count(bits, place, bits.size, since)
 
 
 @_compiled("int64", _GAPS, "int64")
-def count_escapes(gaps: NDArray[np.int64], shift: int) -> int:
+def count_escapes(gaps: NDArray[np.uint32], shift: int) -> int:
     """How many gaps of one class do not fit a byte without their lower bits."""
     escaped = 0
     for gap in gaps:
@@ -162,14 +133,14 @@ def count_escapes(gaps: NDArray[np.int64], shift: int) -> int:
     return escaped
 
 
-@_compiled("void", _GAPS, "int64", _INTS, _BYTES, _BYTES, _INTS)
+@_compiled("void", _GAPS, "int64", _INTS, _BYTES, _BYTES, _GAPS)
 def split_gaps(
-    gaps: NDArray[np.int64],
+    gaps: NDArray[np.uint32],
     shift: int,
     at: NDArray[np.int64],
     high: NDArray[np.uint8],
     low: NDArray[np.uint8],
-    wide: NDArray[np.int64],
+    wide: NDArray[np.uint32],
 ) -> None:
     """Cut the gaps of one class into a byte and lower bits.
 
@@ -226,23 +197,21 @@ def find_escapes(
     totals[0], totals[1] = steps, gaps
 
 
-@_compiled("int64", "int64", _TABLE, _BYTES, _BYTES, _INTS)
+@_compiled("int64", "int64", _TABLE, _BYTES, _BYTES, _GAPS)
 def next_gap(
     own: Any,
     cursors: NDArray[np.int64],
     high: NDArray[np.uint8],
     low: NDArray[np.uint8],
-    wide_gaps: NDArray[np.int64],
+    wide_gaps: NDArray[np.uint32],
 ) -> Any:
-    """The gap at the slot of a class; NEVER where it has none, or where it makes no sense."""
+    """The gap at the slot of a class; NEVER if it has none."""
     if cursors[own, SLOT] >= cursors[own, LAST]:
         return NEVER
     top, shift = np.int64(high[cursors[own, SLOT]]), cursors[own, SHIFT]
     if top == ESCAPE:
-        top = wide_gaps[cursors[own, WIDE_GAP]]
+        top = np.int64(wide_gaps[cursors[own, WIDE_GAP]])
         cursors[own, WIDE_GAP] += 1
-    if top < 0 or top > NEVER >> shift:
-        return NEVER
     rest, done, bit = np.int64(0), np.int64(0), cursors[own, BIT]
     while done < shift:
         taken = min(shift - done, 8 - (bit & 7))
@@ -267,74 +236,54 @@ def _next_step(
     return (zigzag >> 1) ^ -(zigzag & 1)
 
 
-@_compiled("void", "int64", "int64", _INTS, _INTS, _BITS)
-def merge_unstated(
-    offset: int, end: int, at: NDArray[np.int64], places: NDArray[np.int64], new: NDArray[np.uint16]
-) -> None:
-    """Append what states no step and lies before position `end` of a region; see `find_changes`."""
-    found, aside = at[1], at[2]
-    while aside < places.size and places[aside] - offset < end:
-        places[found], new[found] = places[aside] - offset, new[aside]
-        found += 1
-        aside += 1
-    at[1], at[2] = found, aside
-
-
-@_compiled("void", _BITS, "int64", _TABLE, _INTS, "int64", _INTS, _TABLE, *[_BYTES] * 4, _INTS, _INTS, _BITS)
+@_compiled("void", _BITS, "int64", _INTS, _INTS, _TABLE, *[_BYTES] * 4, _GAPS, _INTS, _BITS)
 def find_changes(
     bits: NDArray[np.uint16],
     base: int,
-    segments: NDArray[np.int64],
     at: NDArray[np.int64],
-    offset: int,
     left: NDArray[np.int64],
     cursors: NDArray[np.int64],
     high: NDArray[np.uint8],
     low: NDArray[np.uint8],
     pairs: NDArray[np.uint8],
     wide_steps: NDArray[np.uint8],
-    wide_gaps: NDArray[np.int64],
+    wide_gaps: NDArray[np.uint32],
     places: NDArray[np.int64],
     new: NDArray[np.uint16],
 ) -> None:
     """Walk a block of weights on the receiver; undoes `count_gaps`.
 
     Args:
-        bits, base, segments: as there, of the base.
-        at: [3], the first segment that is not done, how many changes were found, and the first of
-            those at the end of `places` that is not among them; moved on.
-        offset: of the region, in the positions at the end of `places`.
+        bits, base: as there, of the base.
+        at: [2], how many changes were found, and the first of those at the end of `places` that is not
+            among them; moved on.
         left: [256], unchanged elements of each class before its next change; NEVER where there is none.
         cursors: [256, 7], what each class has next; moved on.
         high, low, pairs, wide_steps, wide_gaps: the streams.
         places, new: positions and patterns of the changes found, from the begin; at the end those that state
-            no step. What is found never reaches what is not merged yet.
+            no step, which move to their place as the walk passes them. What is found never reaches those
+            that are still to move.
     """
-    segment = at[0]
-    end = base + bits.size
-    while segment < segments.shape[0] and segments[segment, 0] < end:
-        place, stop = max(segments[segment, 0], base), min(segments[segment, 1], end)
-        while place < stop:
-            merge_unstated(offset, place, at, places, new)
-            until = stop
-            if at[2] < places.size:
-                until = min(stop, places[at[2]] - offset)
-            for j in range(np.uint64(place - base), np.uint64(until - base)):
-                kind = (np.uint64(bits[j]) >> _SEVEN) & _MASK
-                before = left[kind] - 1
-                left[kind] = before
-                if before < 0:
-                    own = np.int64(kind)
-                    step = _next_step(own, cursors, pairs, wide_steps)
-                    places[at[1]] = base + np.int64(j)
-                    new[at[1]] = _flipped(np.int64(np.int16(_flipped(np.int64(np.int16(bits[j]))) + step)))
-                    at[1] += 1
-                    cursors[own, SLOT] += 1
-                    left[own] = next_gap(own, cursors, high, low, wide_gaps)
-            place = until + 1
-            if until < stop:
-                merge_unstated(offset, place, at, places, new)
-        if segments[segment, 1] > end:
-            break
-        segment += 1
-    at[0] = segment
+    found, aside, place = at[0], at[1], 0
+    while place < bits.size:
+        until = bits.size
+        if aside < places.size:
+            until = min(until, places[aside] - base)
+        for j in range(np.uint64(place), np.uint64(until)):
+            kind = (np.uint64(bits[j]) >> _SEVEN) & _MASK
+            before = left[kind] - 1
+            left[kind] = before
+            if before < 0:
+                own = np.int64(kind)
+                step = _next_step(own, cursors, pairs, wide_steps)
+                places[found] = base + np.int64(j)
+                new[found] = _flipped(np.int64(np.int16(_flipped(np.int64(np.int16(bits[j]))) + step)))
+                found += 1
+                cursors[own, SLOT] += 1
+                left[own] = next_gap(own, cursors, high, low, wide_gaps)
+        if until < bits.size:
+            places[found], new[found] = places[aside], new[aside]
+            found += 1
+            aside += 1
+        place = until + 1
+    at[0], at[1] = found, aside
