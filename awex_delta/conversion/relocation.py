@@ -27,7 +27,7 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)|\d+$")  # of a layer or an expert: `layers.3.`, `weight17`
 _READ_FULLY = 1 << 18
 _WINDOWS, _WINDOW_STEP = 1 << 14, 64
-_CHECK_ELEMENTS = 1 << 12  # a few elements alone prove little
+_CHECK_ELEMENTS = 1 << 11  # a few elements alone prove little
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,9 +103,8 @@ class Prover:
         numel = math.prod(shape)
         for _ in range(1 + _CHECK_ELEMENTS // max(1, numel)):
             values = self._bits.window(numel, dtype)
-            written = values._version  # noqa: SLF001 - torch has no other name for it
             outputs = convert(values.view(shape))
-            if values._version != written or not _moved(values, guess, outputs):  # noqa: SLF001
+            if not self._bits.intact(dtype) or not _moved(values, guess, outputs):
                 return False
         return True
 
@@ -118,18 +117,24 @@ class _RandomBits:
 
     def __init__(self) -> None:
         self._values: dict[torch.dtype, torch.Tensor] = {}
+        self._versions: dict[torch.dtype, int] = {}
         self._generator = torch.Generator().manual_seed(0)
         self._num_windows = 0
 
     def window(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """`numel` values that no recent window has shown at the same places."""
         needed = numel + _WINDOWS * _WINDOW_STEP
-        if dtype not in self._values or self._values[dtype].numel() < needed:
-            self._values.pop(dtype, None)
+        if dtype not in self._values or self._values[dtype].numel() < needed or not self.intact(dtype):
+            self._values.pop(dtype, None)  # frees the memory first
             self._values[dtype] = self._draw(needed, dtype)
+            self._versions[dtype] = _num_writes(self._values[dtype])
         start = _WINDOW_STEP * (self._num_windows % _WINDOWS)
         self._num_windows += 1
         return self._values[dtype][start : start + numel]
+
+    def intact(self, dtype: torch.dtype) -> bool:
+        """False once somebody has written into a window."""
+        return _num_writes(self._values[dtype]) == self._versions[dtype]
 
     def _draw(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         words = torch.empty(-(-numel * dtype.itemsize // 8), dtype=torch.int64, device="cpu")
@@ -142,6 +147,11 @@ class _RandomBits:
         places = torch.randint(early, (early // 64,), generator=self._generator, device="cpu")
         values[places[::2]], values[places[1::2]] = 0.0, -0.0
         return values
+
+
+def _num_writes(tensor: torch.Tensor) -> int:
+    """How often somebody has written into the tensor or a view of it."""
+    return tensor._version  # noqa: SLF001 - torch has no other name for it
 
 
 def _taken_over(known: Sequence[Relocation], outputs: Outputs) -> tuple[Relocation, ...]:
