@@ -73,7 +73,7 @@ def test_the_engine_holds_what_the_converter_makes(convert: Convert, num_trainer
     pairing.close()
 
 
-def test_relocation_and_a_small_lone_computation_stay_sparse_and_shared_computation_travels_whole() -> None:
+def test_relocation_stays_sparse_and_computation_travels_whole() -> None:
     shares = {}
     for convert, num_trainers in ((split, 2), (cast, 2), (add_one, 1), (add_one, 2)):
         pairing = pairing_of(convert, num_trainers, (12, 5))  # few: no step beyond what a code can state
@@ -84,5 +84,5 @@ def test_relocation_and_a_small_lone_computation_stay_sparse_and_shared_computat
         shares[convert.__name__, num_trainers] = stats[0].num_elements / stats[-1].total_changed
         pairing.close()
     assert shares["split", 2] == shares["cast", 2] == 1.0
-    assert shares["add_one", 1] < 1.0  # adding one hides most steps from bf16
+    assert shares["add_one", 1] > 1.0
     assert shares["add_one", 2] > 1.0

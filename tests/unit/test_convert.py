@@ -12,7 +12,7 @@ from awex.models.registry import get_train_weights_converter
 from awex.sharding.rank_info import RankInfo
 from transformers import Qwen3Config, Qwen3MoeConfig
 
-from awex_delta.conversion.relocation import Converter, Relocation, changed_by_value, prove_relocation
+from awex_delta.conversion.relocation import Converter, Prover, Relocation
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, FFN, EXPERTS = 24, 8, 2, 4, 40, 8
 ATTENTION = "decoder.layers.0.self_attention"
@@ -69,15 +69,22 @@ def fused_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tp: tuple[int, 
 
 
 def moved(relocations: Sequence[Relocation], parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-    """HF tensors by `Relocation.map` alone, as if every element had changed."""
-    everything = torch.arange(parameter.numel())
+    """HF tensors by the runs alone; -1 where no run goes."""
     outputs: dict[str, torch.Tensor] = {}
-    for relocation in relocations:
-        target, pick = relocation.map(everything)
-        output = torch.full((torch.Size(relocation.shape).numel(),), -1)
-        output[target] = parameter.reshape(-1)[pick]
-        outputs[relocation.name] = output.view(relocation.shape)
+    for one in relocations:
+        output = parameter.new_full((torch.Size(one.shape).numel(),), -1, dtype=one.dtype)
+        if not parameter.is_floating_point():
+            output = output.to(parameter.dtype)
+        for src, dst, length in zip(one.src.tolist(), one.dst.tolist(), one.length.tolist(), strict=True):
+            output[dst : dst + length] = parameter.reshape(-1)[src : src + length]
+        outputs[one.name] = output.view(one.shape)
     return outputs
+
+
+def prove_relocation(
+    convert: Converter, shape: Sequence[int], dtype: torch.dtype = torch.bfloat16
+) -> tuple[Relocation, ...] | None:
+    return Prover().prove("weight", convert, shape, dtype)
 
 
 def proved(
@@ -233,34 +240,24 @@ def test_a_cast_is_part_of_the_relocation() -> None:
     assert relocation.dtype == torch.bfloat16
 
 
-def test_map_leaves_out_what_goes_elsewhere_and_keeps_the_order() -> None:
-    rotate = proved(lambda x: [("a", torch.cat((x[7:], x[:2])))], (10,))[0]
-    index = torch.tensor([0, 1, 3, 7, 9])
-    target, pick = rotate.map(index)
-    assert target.tolist() == [0, 2, 3, 4]
-    assert index[pick].tolist() == [7, 9, 0, 1]
-    nothing = torch.empty(0, dtype=torch.int64)
-    target, pick = rotate.map(nothing)
-    assert (target.numel(), nothing[pick].numel()) == (0, 0)
+def test_runs_ascend_in_the_output_whatever_their_order_in_the_parameter() -> None:
+    (rotate,) = proved(lambda x: [("a", torch.cat((x[7:], x[:2])))], (10,))
+    assert (rotate.src.tolist(), rotate.dst.tolist(), rotate.length.tolist()) == ([7, 0], [0, 3], [3, 2])
 
 
 def test_an_element_may_go_to_two_places() -> None:
-    twice = proved(lambda x: [("a", torch.cat((x, x)))], (3, 4))[0]
-    index = torch.tensor([5])
-    target, pick = twice.map(index)
-    assert (target.tolist(), index[pick].tolist()) == ([5, 17], [5, 5])
+    (twice,) = proved(lambda x: [("a", torch.cat((x, x)))], (3, 4))
+    assert (twice.src.tolist(), twice.dst.tolist(), twice.length.tolist()) == ([0, 0], [0, 12], [12, 12])
 
 
-def test_where_nothing_moves_the_positions_stay() -> None:
+def test_where_nothing_moves_one_run_says_so() -> None:
     (relocation,) = proved(lambda x: [("a", x)], (30, 4))
-    index = torch.tensor([3, 50, 119])
-    target, pick = relocation.map(index)
-    assert target.tolist() == index[pick].tolist() == [3, 50, 119]
+    assert (relocation.src.tolist(), relocation.length.tolist()) == ([0], [120])
 
 
 def test_an_empty_parameter() -> None:
     (relocation,) = proved(lambda x: [("a", x)], (0, 4))
-    assert relocation.map(torch.empty(0, dtype=torch.int64))[0].numel() == 0
+    assert relocation.src.numel() == relocation.dst.numel() == relocation.length.numel() == 0
 
 
 @pytest.mark.parametrize("tp", [(0, 1), (0, 2), (1, 2)])
@@ -280,29 +277,10 @@ def test_an_empty_parameter() -> None:
         ("output_layer.weight", (80, HIDDEN)),
     ],
 )
-def test_mapped_changes_are_those_found_by_converting_old_and_new(
+def test_runs_make_what_the_converter_makes(
     name: str, shape: tuple[int, ...], tp: tuple[int, int], ep: tuple[int, int]
 ) -> None:
     shape = tuple((HEADS + 2 * KV_HEADS) * HEAD_DIM // tp[1] if size == -1 else size for size in shape)
     convert = awex(name, tp=tp, ep=ep)
-    old = torch.randn(shape).bfloat16()
-    index = torch.rand(old.numel()).lt(0.1).nonzero().squeeze(1)
-    new = old.clone()
-    bits = new.view(torch.int16).view(-1)
-    bits[index] ^= 1  # also turns 0.0 into the smallest denormal
-    for relocation, by_value in zip(proved(convert, shape), changed_by_value(convert, old, new), strict=True):
-        target, pick = relocation.map(index)
-        assert relocation.name == by_value.name
-        assert relocation.shape == tuple(by_value.tensor.shape)
-        assert target.equal(by_value.positions)
-        value = new.view(-1)[index][pick].to(relocation.dtype)
-        assert value.equal(by_value.tensor.reshape(-1)[target])
-
-
-def test_changes_by_value_are_changes_of_bits() -> None:
-    old = torch.tensor([0.0, 1.0, float("nan"), 2.0]).bfloat16()
-    new = torch.tensor([-0.0, 1.0, float("nan"), 3.0]).bfloat16()
-    (change,) = changed_by_value(lambda x: [("a", x * 1)], old, new)
-    assert change.positions.tolist() == [0, 3]
-    (change,) = changed_by_value(lambda x: [("a", x.float().abs())], old, new)
-    assert change.positions.tolist() == [3]
+    parameter = torch.randn(shape).bfloat16()
+    assert_same(moved(proved(convert, shape), parameter), dict(convert(parameter)))
