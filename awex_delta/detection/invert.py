@@ -11,16 +11,18 @@ from __future__ import annotations
 import functools
 import logging
 import subprocess
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from awex_delta.detection import adamw
 from awex_delta.detection.adamw import AdamWStep
-from awex_delta.detection.slices import ChangeSet, Detection, OwnedSlice
+from awex_delta.detection.pieces import Piece, Runs, Scratch, in_order, nonzero, pieces, take
+from awex_delta.detection.slices import Detection, OwnedSlice
 from awex_delta.errors import NumericsError, UnsupportedError
 from awex_delta.lines.bits import UNSTATED, step_code
+from awex_delta.lines.changes import Changes, joined
 from awex_delta.protocol.verdict import Reason
 
 Plan = Callable[[OwnedSlice], AdamWStep | Reason | None]
@@ -61,9 +63,10 @@ class _Refusal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Doubt:
-    """A refusal that holds if `flag`, a bool scalar still on the device, is true."""
+    """What holds of some slice of a piece if `flag`, a bool scalar still on the device, is true."""
 
-    refusal: _Refusal
+    reason: Reason
+    piece: Piece
     flag: torch.Tensor
 
 
@@ -79,47 +82,57 @@ class _Pass:
         return function(part.main, part.exp_avg, part.exp_avg_sq, part.weight, coefficients)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Step:
+    """One distinct step, and the slices that it moved. coefficients: on their device."""
+
+    inversion: adamw.Inversion
+    coefficients: torch.Tensor
+    slices: Sequence[OwnedSlice]
+
+
 def detect_changes(slices: Iterable[OwnedSlice], plan: Plan, *, compiled: bool | None = None) -> Detection:
     """Find a certified superset of the bf16 weights that changed since the last commit.
 
     Args:
-        slices: the owned ranges with their live optimizer state. Read only; nothing is kept.
+        slices: the owned ranges with their live optimizer state, in the order of the trainer's line. Read
+            only; nothing is kept.
         plan: asked once for each slice.
         compiled: True compiles (falling back to eager where no compiler works), False does not, None
             decides by the number of elements. The answer is certified either way.
 
     Returns:
-        One change set for each slice with changes; or, when any slice cannot be inverted, the worst
-        reason with the parameter that gave it, and no changes.
+        The changes in the trainer's line, with codes and values; or, when any slice cannot be inverted, the
+        worst reason with the parameter that gave it, and no changes.
 
     Raises:
         UnsupportedError: a weight is not bf16, or a tensor does not have the length of its slice.
-
-    Collective: no.
     """
-    planned = [(owned, plan(owned)) for owned in slices if owned.stop > owned.start]
-    num_owned = sum(owned.stop - owned.start for owned, _ in planned)
-    refusals = [refusal for owned, step in planned for refusal in _refusals(owned, step)]
+    by_step: dict[AdamWStep | None, list[OwnedSlice]] = {}
+    refusals: list[_Refusal] = []
+    num_owned = 0
+    for owned in slices:
+        numel = owned.stop - owned.start
+        if numel:
+            num_owned += numel
+            planned = plan(owned)
+            refusals += _refusals(owned, numel, planned)
+            by_step.setdefault(None if isinstance(planned, Reason) else planned, []).append(owned)
+    unmoved = by_step.pop(None, [])
+    inversions = [_inversion(step, moved[0].key, refusals) for step, moved in by_step.items()]
     if refusals:
         return _refuse(refusals, num_owned)
 
     if compiled is None:
         compiled = num_owned >= _WORTH_COMPILING
-    changes: list[ChangeSet] = []
-    doubts: list[_Doubt] = []
     with torch.no_grad():
-        for owned, step in planned:
-            if isinstance(step, AdamWStep):
-                found = _invert(owned, step, _pass(owned.weight.device.type, compiled=compiled), doubts)
-                changes += [found] if found.num_changed else []
-            else:
-                doubts += _doubts_of_unmoved(owned)
-        # One transfer for all flags: a device is not waited for once more at every slice.
-        flags = torch.stack([doubt.flag for doubt in doubts]).tolist() if doubts else []
-    refusals = [doubt.refusal for doubt, flag in zip(doubts, flags, strict=True) if flag]
+        doubts = list(_doubts_of_unmoved(unmoved))
+        steps = _steps([one for one in inversions if one is not None], list(by_step.values()))
+        changes = _changes(steps, doubts, compiled=compiled)
+        refusals = _true_of(doubts)
     if refusals:
         return _refuse(refusals, num_owned)
-    return Detection(changes=tuple(changes), num_owned=num_owned)
+    return Detection(changes=changes, num_owned=num_owned)
 
 
 def _refuse(refusals: list[_Refusal], num_owned: int) -> Detection:
@@ -127,96 +140,141 @@ def _refuse(refusals: list[_Refusal], num_owned: int) -> Detection:
     return Detection(reason=worst.reason, detail=worst.detail, num_owned=num_owned)
 
 
-def _refusals(owned: OwnedSlice, planned: AdamWStep | Reason | None) -> Iterator[_Refusal]:
+def _refusals(owned: OwnedSlice, numel: int, planned: AdamWStep | Reason | None) -> Iterator[_Refusal]:
     """What forbids to invert a slice, as far as it shows without reading the tensors."""
-    key, numel = owned.key, owned.stop - owned.start
-    if owned.weight.dtype != torch.bfloat16 or owned.weight.numel() != numel:
-        raise UnsupportedError(f"{key}: detection needs {numel} bf16 weights, not {_describe(owned.weight)}")
-    if owned.main is not None and owned.main.numel() != numel:
-        raise UnsupportedError(f"{key}: the master of {numel} weights is {_describe(owned.main)}")
-    if owned.main is None or owned.main.dtype != torch.float32:
-        yield _Refusal(reason=Reason.NO_FP32_MASTER, detail=f"{key}: master is {_describe(owned.main)}")
+    main, weight = owned.main, owned.weight
+    if weight.dtype is not torch.bfloat16 or weight.numel() != numel:
+        raise UnsupportedError(f"{owned.key}: detection needs {numel} bf16 weights, not {_describe(weight)}")
+    if main is not None and main.numel() != numel:
+        raise UnsupportedError(f"{owned.key}: the master of {numel} weights is {_describe(main)}")
+    if main is None or main.dtype is not torch.float32:
+        yield _Refusal(reason=Reason.NO_FP32_MASTER, detail=f"{owned.key}: master is {_describe(main)}")
+    if planned is None:
+        return
     if isinstance(planned, Reason):
-        yield _Refusal(reason=planned, detail=key)
-    if isinstance(planned, AdamWStep):
-        yield from _step_refusals(owned, planned)
-
-
-def _step_refusals(owned: OwnedSlice, step: AdamWStep) -> Iterator[_Refusal]:
-    key = owned.key
+        yield _Refusal(reason=planned, detail=owned.key)
+        return
     for name, moment in (("exp_avg", owned.exp_avg), ("exp_avg_sq", owned.exp_avg_sq)):
-        detail = f"{key}: {name} is {_describe(moment)}"
-        if moment is None or moment.numel() != owned.stop - owned.start:
+        if moment is None or moment.numel() != numel:
+            detail = f"{owned.key}: {name} is {_describe(moment)}"
             yield _Refusal(reason=Reason.MOMENTS_MISSING, detail=detail)
-        elif moment.dtype != torch.float32:
+        elif moment.dtype is not torch.float32:
+            detail = f"{owned.key}: {name} is {_describe(moment)}"
             yield _Refusal(reason=Reason.MOMENTS_INVALID, detail=detail)
-    if step.step != owned.step:
-        detail = f"{key}: step {step.step} was recorded, the optimizer counts {owned.step}"
+    if planned.step != owned.step:
+        detail = f"{owned.key}: step {planned.step} was recorded, the optimizer counts {owned.step}"
         yield _Refusal(reason=Reason.HYPERPARAMETERS_INVALID, detail=detail)
+
+
+def _inversion(step: AdamWStep, key: str, refusals: list[_Refusal]) -> adamw.Inversion | None:
+    """How to invert a step; None with one more refusal, which names the parameter `key`, if nobody can."""
     try:
-        adamw.invert(step)
+        return adamw.invert(step)
     except NumericsError as error:
-        yield _Refusal(reason=Reason.HYPERPARAMETERS_INVALID, detail=f"{key}: {error}")
+        refusals.append(_Refusal(reason=Reason.HYPERPARAMETERS_INVALID, detail=f"{key}: {error}"))
+        return None
 
 
 def _describe(tensor: torch.Tensor | None) -> str:
     return "missing" if tensor is None else f"{tensor.numel()} elements of {tensor.dtype}"
 
 
-def _doubts_of_unmoved(owned: OwnedSlice) -> Iterator[_Doubt]:
-    """No step moved the slice, so its weights are its rounded masters, unless someone replaced them."""
-    mismatch = _Refusal(reason=Reason.MASTER_MISMATCH, detail=owned.key)
-    mains = torch.split(_present(owned.main).detach(), _EAGER_PIECE)
-    weights = torch.split(owned.weight.detach(), _EAGER_PIECE)
-    for main, weight in zip(mains, weights, strict=True):
-        yield _Doubt(refusal=mismatch, flag=adamw.differs_from_master(main, weight).any())
-    if owned.step < 1:
-        detail = f"{owned.key}: moments are not zero, but the optimizer counts step {owned.step}"
-        uncounted = _Refusal(reason=Reason.HYPERPARAMETERS_INVALID, detail=detail)
-        for moment in (owned.exp_avg, owned.exp_avg_sq):
-            if moment is not None:
-                yield _Doubt(refusal=uncounted, flag=moment.any())
+def _doubts_of_unmoved(slices: Sequence[OwnedSlice]) -> Iterator[_Doubt]:
+    """No step moved them, so their weights are their rounded masters, unless someone replaced them."""
+    scratch = Scratch()
+    for piece in pieces(slices, _EAGER_PIECE):
+        main, weight = scratch.tensor(piece, "main"), scratch.tensor(piece, "weight")
+        flag = adamw.differs_from_master(main, weight).any()
+        yield _Doubt(reason=Reason.MASTER_MISMATCH, piece=piece, flag=flag)
+    for name in ("exp_avg", "exp_avg_sq"):
+        uncounted = [owned for owned in slices if owned.step < 1 and getattr(owned, name) is not None]
+        for piece in pieces(uncounted, _EAGER_PIECE):
+            flag = torch.cat([getattr(owned, name) for owned in piece.slices]).any()
+            yield _Doubt(reason=Reason.HYPERPARAMETERS_INVALID, piece=piece, flag=flag)
 
 
-def _invert(owned: OwnedSlice, step: AdamWStep, how: _Pass, doubts: list[_Doubt]) -> ChangeSet:
-    """The changes of one slice; what may be wrong with its tensors is added to `doubts`."""
-    inversion = adamw.invert(step)
-    coefficients = inversion.coefficients(owned.weight.device)
+def _steps(inversions: list[adamw.Inversion], slices: list[list[OwnedSlice]]) -> Iterator[_Step]:
+    """Bring the coefficients of all steps to the device at once."""
+    if not inversions:
+        return
+    device = slices[0][0].weight.device
+    rows = torch.stack([inversion.coefficients(torch.device("cpu")) for inversion in inversions]).to(device)
+    for inversion, row, moved in zip(inversions, rows, slices, strict=True):
+        yield _Step(inversion=inversion, coefficients=row, slices=moved)
+
+
+def _changes(steps: Iterable[_Step], doubts: list[_Doubt], *, compiled: bool) -> Changes:
+    """What the steps changed; what may be wrong with the tensors is added to `doubts`."""
+    scratch = Scratch()
+    parts: list[tuple[Piece, Changes]] = []
+    for step in steps:
+        how = _pass(step.coefficients.device.type, compiled=compiled)
+        for piece in pieces(step.slices, how.piece):
+            parts.append((piece, _invert(piece, step, how, scratch, doubts)))
+    changes = in_order(parts)
+    # An element that certainly did not change is rare: a zero that stayed one.
+    if changes.code is not None and not bool(changes.code.all()):
+        return take(changes, nonzero(changes.code != 0))
+    return changes
+
+
+def _invert(piece: Piece, step: _Step, how: _Pass, scratch: Scratch, doubts: list[_Doubt]) -> Changes:
+    """The changes of one piece, with code 0 for what was marked in vain."""
     state = adamw.State(
-        main=_present(owned.main).detach(),
-        exp_avg=_present(owned.exp_avg),
-        exp_avg_sq=_present(owned.exp_avg_sq),
-        weight=owned.weight.detach(),
+        main=scratch.tensor(piece, "main"),
+        exp_avg=scratch.tensor(piece, "exp_avg"),
+        exp_avg_sq=scratch.tensor(piece, "exp_avg_sq"),
+        weight=scratch.tensor(piece, "weight"),
     )
-    index, code = [], []
-    for start in range(0, state.weight.numel(), how.piece):
-        part = state.part(start, start + how.piece)
-        old, differs = how(part, coefficients)
-        for marked in torch.split(differs.nonzero().view(-1), _BLOCK):
-            before = old.take(marked)
-            stated = step_code(before, part.weight.take(marked))
-            uncertain = before.isnan().nonzero().view(-1)
-            seen = adamw.examine(part.pick(marked.take(uncertain)), zeros_stay=inversion.zeros_stay)
-            doubts += _doubts_of_examined(owned.key, seen)
-            stated[uncertain] = torch.where(seen.still_zero, 0, UNSTATED).to(torch.int8)
-            changed = marked
-            if bool(seen.still_zero.any()):
-                kept = stated.nonzero().view(-1)
-                changed, stated = marked.take(kept), stated.take(kept)
-            index.append(changed + (owned.start + start))
-            code.append(stated)
-    return ChangeSet(key=owned.key, index=torch.cat(index), code=torch.cat(code))
+    old, differs = how(state, step.coefficients)
+    runs = Runs.of(piece.ranges()).to(old.device)
+    blocks = []
+    for marked in torch.split(nonzero(differs), _BLOCK):
+        before, value = old.take(marked), state.weight.take(marked)
+        code = step_code(before, value)
+        unknown = _unknown(before)
+        seen = adamw.examine(state.pick(marked[unknown]), zeros_stay=step.inversion.zeros_stay)
+        exact = torch.where(seen.still_zero, 0, UNSTATED).to(torch.int8)
+        code[unknown] = torch.where(before[unknown].isnan(), exact, code[unknown])
+        doubts += [
+            _Doubt(reason=Reason.MASTER_MISMATCH, piece=piece, flag=seen.master_mismatch),
+            _Doubt(reason=Reason.MOMENTS_INVALID, piece=piece, flag=seen.moments_invalid),
+        ]
+        blocks.append(Changes(pos=runs.in_line(marked), code=code, value=value))
+    return joined(blocks)
 
 
-def _doubts_of_examined(key: str, seen: adamw.Examination) -> Iterator[_Doubt]:
-    yield _Doubt(refusal=_Refusal(reason=Reason.MASTER_MISMATCH, detail=key), flag=seen.master_mismatch)
-    yield _Doubt(refusal=_Refusal(reason=Reason.MOMENTS_INVALID, detail=key), flag=seen.moments_invalid)
+def _unknown(before: torch.Tensor) -> torch.Tensor | slice:
+    """Which old weights are not certain, for an index; on a device all, which is quicker than waiting."""
+    return nonzero(before.isnan()) if before.device.type == "cpu" else slice(None)
 
 
-def _present(tensor: torch.Tensor | None) -> torch.Tensor:
-    if tensor is None:
-        raise UnsupportedError("a tensor that was there when the slice was examined is gone")
-    return tensor
+def _true_of(doubts: list[_Doubt]) -> list[_Refusal]:
+    """The worst of the doubts that are true, if any. Waits for the device once, whatever their number."""
+    flags = torch.stack([doubt.flag for doubt in doubts]).tolist() if doubts else []
+    true = [doubt for doubt, flag in zip(doubts, flags, strict=True) if flag]
+    return [_named(max(true, key=lambda doubt: doubt.reason))] if true else []
+
+
+def _named(doubt: _Doubt) -> _Refusal:
+    """Look at the slices of a piece one by one, to name the one that a true doubt is about."""
+    owned = next(
+        (owned for owned in doubt.piece.slices if _is_wrong(owned, doubt.reason)), doubt.piece.slices[0]
+    )
+    detail = owned.key
+    if doubt.reason is Reason.HYPERPARAMETERS_INVALID:
+        detail = f"{detail}: moments are not zero, but the optimizer counts step {owned.step}"
+    return _Refusal(reason=doubt.reason, detail=detail)
+
+
+def _is_wrong(owned: OwnedSlice, reason: Reason) -> bool:
+    moments = [moment for moment in (owned.exp_avg, owned.exp_avg_sq) if moment is not None]
+    if reason is Reason.HYPERPARAMETERS_INVALID:
+        return any(bool(moment.any()) for moment in moments)
+    if reason is Reason.MASTER_MISMATCH:
+        return owned.main is not None and bool(adamw.differs_from_master(owned.main, owned.weight).any())
+    finite = all(bool(torch.isfinite(moment).all()) for moment in moments)
+    return not finite or bool((moments[-1] < 0).any())
 
 
 def _pass(device_type: str, *, compiled: bool) -> _Pass:

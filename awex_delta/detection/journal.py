@@ -44,8 +44,6 @@ class StepJournal:
 
         Raises:
             UnsupportedError: the class is known, but lacks the attribute that tells AdamW from Adam.
-
-        Collective: no.
         """
         if not is_known(optimizer):
             self._warn_not_adamw(optimizer)
@@ -68,21 +66,21 @@ class StepJournal:
         Returns:
             The step to invert; None when no step moved the slice since the last commit; or the reason
             why one inversion does not lead back to that commit.
-
-        Collective: no.
         """
-        if owned.key in self._refused:
+        key = owned.key
+        if key in self._refused:
             return Reason.NOT_ADAMW
-        if owned.key not in self._committed_step:
+        committed = self._committed_step.get(key)
+        if committed is None:
             return Reason.FIRST_SYNC
         if self._state_replaced:
             return Reason.STEP_GAP
-        num_steps = owned.step - self._committed_step[owned.key]
+        num_steps = owned.step - committed
         if num_steps == 0:
             return None
         if num_steps != 1:
             return Reason.STEP_GAP
-        record = self._records.get(owned.key, Reason.NO_STEP_RECORD)
+        record = self._records.get(key, Reason.NO_STEP_RECORD)
         return record if isinstance(record, Reason) else record.at(owned.step)
 
     def commit(self, owned_slices: Iterable[OwnedSlice]) -> None:
@@ -91,19 +89,15 @@ class StepJournal:
         Args:
             owned_slices: every owned slice, or those whose step was looked at, with the step counter as
                 it stands now.
-
-        Collective: no.
         """
         for owned in owned_slices:
-            self._committed_step[owned.key] = owned.step
-            self._records.pop(owned.key, None)
+            key = owned.key
+            self._committed_step[key] = owned.step
+            self._records.pop(key, None)
         self._state_replaced = False
 
     def forget(self) -> None:
-        """The weights were replaced by something else than a step: no plan until the next commit.
-
-        Collective: no.
-        """
+        """The weights were replaced by something else than a step: no plan until the next commit."""
         self._state_replaced = True
 
     def detach(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,8 @@ from awex_delta.errors import UnsupportedError
 from awex_delta.protocol.verdict import Reason
 
 Group = Mapping[str, Any]
+
+_NO_STATE: Mapping[str, Any] = {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,15 +29,20 @@ class HyperParameters:
     eps: float
 
     def at(self, step: int) -> AdamWStep:
-        """These values as the step with bias-correction step `step`."""
-        return AdamWStep(
-            lr=self.lr,
-            weight_decay=self.weight_decay,
-            beta1=self.beta1,
-            beta2=self.beta2,
-            eps=self.eps,
-            step=step,
-        )
+        """These values as the step with bias-correction step `step`: one object, however often it is asked."""
+        return _step_of(self, step)
+
+
+@functools.lru_cache(maxsize=256)
+def _step_of(used: HyperParameters, step: int) -> AdamWStep:
+    return AdamWStep(
+        lr=used.lr,
+        weight_decay=used.weight_decay,
+        beta1=used.beta1,
+        beta2=used.beta2,
+        eps=used.eps,
+        step=step,
+    )
 
 
 def is_known(optimizer: torch.optim.Optimizer) -> bool:
@@ -92,21 +100,29 @@ def step_counts(optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor]
         raw = [of_group[param] for param in params]
     else:
         raw = [_state(optimizer, param).get("step", 0) for param in params]
-    tensors = [value.reshape(()) for value in raw if isinstance(value, torch.Tensor)]
+    tensors = [value.view(()) if value.dim() else value for value in raw if isinstance(value, torch.Tensor)]
     host = iter(torch.stack(tensors).tolist() if tensors else ())
     return [int(next(host) if isinstance(value, torch.Tensor) else value) for value in raw]
 
 
-def moment(optimizer: torch.optim.Optimizer, param: torch.Tensor, name: str) -> torch.Tensor | None:
-    """`exp_avg` or `exp_avg_sq` of one parameter, flat and live; None before the first step."""
-    value = _state(optimizer, param).get(name)
-    return value.detach().view(-1) if isinstance(value, torch.Tensor) else None
+def moments(
+    optimizer: torch.optim.Optimizer, param: torch.Tensor
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """`exp_avg` and `exp_avg_sq` of one parameter, flat and live; None before the first step."""
+    state = _state(optimizer, param)
+    return _flat(state.get("exp_avg")), _flat(state.get("exp_avg_sq"))
+
+
+def _flat(value: object) -> torch.Tensor | None:
+    if not isinstance(value, torch.Tensor):
+        return None
+    # A view takes longer than all the rest.
+    return value if value.dim() == 1 and not value.requires_grad else value.detach().view(-1)
 
 
 def _state(optimizer: torch.optim.Optimizer, param: torch.Tensor) -> Mapping[str, Any]:
     # `state` is a defaultdict: indexing it would make the optimizer believe that it has started.
-    state: Mapping[str, Any] = optimizer.state.get(param, {})
-    return state
+    return optimizer.state.get(param, _NO_STATE)
 
 
 def _class_path(optimizer: torch.optim.Optimizer) -> str:

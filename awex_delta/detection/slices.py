@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
+from awex_delta.lines.changes import Changes
 from awex_delta.protocol.verdict import Reason
 
 
@@ -18,6 +19,7 @@ class OwnedSlice:
     param: canonical Megatron name on this rank (unique together with `chunk`).
     chunk: index of the model chunk (virtual pipeline stage) that holds the parameter.
     start, stop: half-open flat element range in the local (tensor-parallel) parameter.
+    begin: position of its first element in the trainer's line.
     main: fp32 master weight; None when the optimizer keeps none.
     weight: the model's own weight over the same range, in its storage dtype (bf16).
     exp_avg, exp_avg_sq: AdamW moments; None before the first step.
@@ -28,6 +30,7 @@ class OwnedSlice:
     chunk: int
     start: int
     stop: int
+    begin: int
     main: torch.Tensor | None
     weight: torch.Tensor
     exp_avg: torch.Tensor | None
@@ -46,34 +49,19 @@ def param_key(param: str, chunk: int) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChangeSet:
-    """The changed elements of one owned slice: a certified superset of the true changes.
+class Detection:
+    """What detection found on one rank: changed elements, or the reason why a full sync is needed.
 
-    index: int64 [n], ascending flat positions in the *local parameter* (already offset by `start`).
-    code: int8 [n], steps in units in the last place of bf16, or -128 where no step is stated
-        (uncertain, too far, not finite). Never 0: an element that did not change is not listed.
+    changes: in the trainer's line, with codes: a certified superset of what changed. The values are there
+        if they were at hand.
     """
 
-    key: str
-    index: torch.Tensor
-    code: torch.Tensor
-
-    @property
-    def num_changed(self) -> int:
-        """Elements listed."""
-        return self.index.numel()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Detection:
-    """What detection found on one rank: change sets, or the reason why a full sync is needed."""
-
-    changes: tuple[ChangeSet, ...] = ()
+    changes: Changes = field(default_factory=Changes.none)
     reason: Reason = Reason.NONE
     detail: str = ""
     num_owned: int = 0
 
     @property
     def num_changed(self) -> int:
-        """Elements in all change sets."""
-        return sum(changes.num_changed for changes in self.changes)
+        """How many elements are listed."""
+        return self.changes.num_changed

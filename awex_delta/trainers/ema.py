@@ -9,11 +9,13 @@ from dataclasses import replace
 
 import torch
 
-from awex_delta.detection.slices import ChangeSet, Detection, OwnedSlice
+from awex_delta.detection.pieces import Piece, Runs, Scratch, in_order, nonzero, pieces
+from awex_delta.detection.slices import Detection, OwnedSlice
 from awex_delta.errors import AwexDeltaError, ConfigError, UnsupportedError
 from awex_delta.lines.bits import add_codes, round_to_bf16, step_code
+from awex_delta.lines.changes import Changes
 from awex_delta.protocol.verdict import Reason
-from awex_delta.trainers.view import GatheringTrainerView, TrainerLayout, WeightInfo
+from awex_delta.trainers.view import GatheringTrainerView, TrainerLayout, TrainerView, WeightInfo
 
 _PIECE = 1 << 20
 
@@ -47,8 +49,6 @@ class EmaShadow:
         Raises:
             ConfigError: `alpha` is outside (0, 1].
             UnsupportedError: a trained weight has no fp32 master, or is not current on this rank.
-
-        Collective: no.
         """
         if not (math.isfinite(alpha) and 0.0 < alpha <= 1.0):
             raise ConfigError(f"alpha={alpha}: give the weight of the policy in each average, in (0, 1]")
@@ -59,18 +59,31 @@ class EmaShadow:
         self._alpha = alpha
         self._infos = {info.key: info for info in view.weights()}
         self._averages: dict[str, torch.Tensor] = {}
-        for owned in view.owned_slices():
-            self._averages[owned.key] = _master(owned).clone()
+        self._begin()
         for key, info in self._infos.items():
             if info.trained and not info.sparse:
                 self._averages[key] = _trained(info, view.tensor(key)).reshape(-1).clone()
         self._copies: dict[str, torch.Tensor] = {}
         self._copy_buffers()
         self._version: int | None = None
-        self._done: dict[str, int] | None = None  # elements by key, while an average is under way
-        self._changes: dict[str, list[ChangeSet]] = {}
+        self._done: int | None = None  # pieces, while an average is under way
+        self._found: list[tuple[Piece, Changes]] = []  # in those pieces
+        self._changes = Changes.none()  # since the last commit
         self._based = False
         self._whole: Mapping[str, torch.Tensor] = {}
+
+    def _begin(self) -> None:
+        """Copy the masters: one flat tensor for all owned slices, in the order of their pieces."""
+        slices = _with_masters(self._view)
+        numel = sum(owned.stop - owned.start for owned in slices)
+        device = slices[0].weight.device if slices else None
+        self._flat = torch.empty(numel, dtype=torch.float32, device=device)
+        place = 0
+        for piece in pieces(slices, _PIECE):
+            for owned in piece.slices if piece.first == 0 else ():
+                numel = owned.stop - owned.start
+                self._averages[owned.key] = self._flat[place : place + numel].copy_(_master(owned))
+                place += numel
 
     @property
     def version(self) -> int | None:
@@ -100,31 +113,27 @@ class EmaShadow:
         if self._done is None:
             if version == self._version:
                 return
-            for key, changes in self._changes.items():
-                self._changes[key] = _merged(changes)
-            self._version, self._done = version, {}
+            self._version, self._done, self._found = version, 0, []
         with torch.no_grad():
-            for owned in self._view.owned_slices():
-                self._move(owned.key, _master(owned), owned.start)
-            for key, info in self._infos.items():
-                if info.trained and not info.sparse:
-                    self._move(key, _trained(info, self._view.tensor(key)).reshape(-1), None)
+            for number, (average, policy, piece) in enumerate(self._pieces()):
+                if number >= self._done:
+                    self._move(average, policy, piece)
+                    self._done = number + 1
             self._copy_buffers()
-        self._done = None
+        if self._based:
+            self._changes = _merged(self._changes, in_order(self._found))
+        self._done, self._found = None, []
 
     def layout(self) -> TrainerLayout:
-        """That of the trainer. Collective: no."""
+        """That of the trainer."""
         return self._view.layout()
 
     def weights(self) -> Sequence[WeightInfo]:
-        """Those of the trainer. Collective: no."""
+        """Those of the trainer."""
         return tuple(self._infos.values())
 
     def tensor(self, key: str) -> torch.Tensor:
-        """The averaged weight. Outside of a full sync, elements that this rank does not own are zero.
-
-        Collective: no.
-        """
+        """The averaged weight. Outside of a full sync, elements that this rank does not own are zero."""
         info = self._infos[key]
         if not info.sparse:
             if key in self._averages:
@@ -137,21 +146,23 @@ class EmaShadow:
             tensor.view(-1)[info.owned_start : info.owned_stop] = round_to_bf16(self._averages[key])
         return tensor
 
-    def owned_slices(self) -> Iterator[OwnedSlice]:
-        """The averages of what this rank owns, without moments. Collective: no."""
-        for owned in self._view.owned_slices():
+    def owned_slices(self) -> list[OwnedSlice]:
+        """The averages of what this rank owns, without moments."""
+        weight = round_to_bf16(self._flat)
+        slices = []
+        for owned in _with_masters(self._view):
             main = self._averages[owned.key]
-            yield replace(owned, main=main, weight=round_to_bf16(main), exp_avg=None, exp_avg_sq=None)
+            first = main.storage_offset()
+            part = weight[first : first + main.numel()]
+            slices.append(replace(owned, main=main, weight=part, exp_avg=None, exp_avg_sq=None))
+        return slices
 
     def detect(self) -> Detection:
-        """What the averages since the last commit changed, exactly. Collective: no."""
+        """What the averages since the last commit changed, exactly."""
         if not self._based:
             return Detection(reason=Reason.FIRST_SYNC)
-        for key, changes in self._changes.items():
-            self._changes[key] = _merged(changes)
-        found = tuple(changes[0] for changes in self._changes.values() if changes and changes[0].num_changed)
         num_owned = sum(info.owned_stop - info.owned_start for info in self._infos.values() if info.sparse)
-        return Detection(changes=found, num_owned=num_owned)
+        return Detection(changes=self._changes, num_owned=num_owned)
 
     def gather_params(self) -> None:
         """Put the averages of all owners together, until the end of the transfer.
@@ -166,12 +177,12 @@ class EmaShadow:
         self._whole = self._view.gather_owned(parts)
 
     def committed(self) -> None:
-        """Every rank has published the average: later changes count from it. Collective: no."""
-        self._changes.clear()
+        """Every rank has published the average: later changes count from it."""
+        self._changes = Changes.none()
         self._based = True
 
     def convert(self, key: str, tensor: torch.Tensor) -> Sequence[tuple[str, torch.Tensor]]:
-        """As the trainer does. Collective: no."""
+        """As the trainer does."""
         return self._view.convert(key, tensor)
 
     @contextmanager
@@ -191,7 +202,7 @@ class EmaShadow:
                 self._whole = {}
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """The averages that this rank holds, live: fp32 [n] by key. Collective: no."""
+        """The averages that this rank holds, live: fp32 [n] by key."""
         return dict(self._averages)
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
@@ -202,8 +213,6 @@ class EmaShadow:
 
         Raises:
             ConfigError: a key or a length differs.
-
-        Collective: no.
         """
         sizes = {key: tensor.numel() for key, tensor in state.items()}
         expected = {key: tensor.numel() for key, tensor in self._averages.items()}
@@ -212,33 +221,40 @@ class EmaShadow:
             raise ConfigError(f"averages of another layout: {wrong[0]} and {len(wrong) - 1} more differ")
         for key, tensor in state.items():
             self._averages[key].copy_(tensor)
-        self._changes.clear()
+        self._changes = Changes.none()
         self._based, self._version, self._done = False, None, None
 
-    def _move(self, key: str, policy: torch.Tensor, start: int | None) -> None:
-        """Average one flat tensor. start: its place in the parameter; None records no changes."""
-        done = self._done if self._done is not None else {}
-        average = self._averages[key]
-        for begin in range(done.get(key, 0), average.numel(), _PIECE):
-            old, new = average[begin : begin + _PIECE], policy[begin : begin + _PIECE]
-            if self._alpha < 1.0:  # zero times infinity is no zero
-                new = new * self._alpha + old * (1.0 - self._alpha)
-            found = self._change(key, old, new, start + begin) if start is not None and self._based else None
-            old.copy_(new)
-            done[key] = begin + old.numel()
-            if found is not None:
-                self._changes.setdefault(key, []).append(found)
+    def _pieces(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, Piece | None]]:
+        """What is averaged together: the average, the policy, and where it lies if changes are recorded."""
+        scratch, place = Scratch(), 0
+        for piece in pieces(_with_masters(self._view), _PIECE):
+            yield self._flat[place : place + piece.numel], scratch.tensor(piece, "main"), piece
+            place += piece.numel
+        for key, info in self._infos.items():
+            if info.trained and not info.sparse:
+                policy = _trained(info, self._view.tensor(key)).reshape(-1)
+                for old, new in zip(self._averages[key].split(_PIECE), policy.split(_PIECE), strict=True):
+                    yield old, new, None
 
-    @staticmethod
-    def _change(key: str, old: torch.Tensor, new: torch.Tensor, begin: int) -> ChangeSet:
-        code = step_code(round_to_bf16(old), round_to_bf16(new))
-        place = code.nonzero().view(-1)
-        return ChangeSet(key=key, index=place + begin, code=code[place])
+    def _move(self, old: torch.Tensor, new: torch.Tensor, piece: Piece | None) -> None:
+        if self._alpha < 1.0:  # zero times infinity is no zero
+            new = new * self._alpha + old * (1.0 - self._alpha)
+        found = _changes(old, new, piece) if piece is not None and self._based else None
+        old.copy_(new)
+        if piece is not None and found is not None:
+            self._found.append((piece, found))
 
     def _copy_buffers(self) -> None:
         for key, info in self._infos.items():
             if not info.trained and info.dtype != torch.bfloat16:
                 self._copies[key] = self._view.tensor(key).detach().clone()
+
+
+def _with_masters(view: TrainerView) -> list[OwnedSlice]:
+    slices = [owned for owned in view.owned_slices() if owned.stop > owned.start]
+    for owned in slices:
+        _master(owned)
+    return slices
 
 
 def _master(owned: OwnedSlice) -> torch.Tensor:
@@ -253,16 +269,20 @@ def _trained(info: WeightInfo, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach()
 
 
-def _merged(changes: list[ChangeSet]) -> list[ChangeSet]:
-    """One change set for several, in the order in which they were made."""
-    if len(changes) < 2:
-        return changes
-    index, inverse = torch.unique(torch.cat([one.index for one in changes]), return_inverse=True)
-    code = torch.zeros(index.numel(), dtype=torch.int8, device=index.device)
-    begin = 0
-    for one in changes:
-        place = inverse[begin : begin + one.num_changed]
-        code[place] = add_codes(code[place], one.code)
-        begin += one.num_changed
-    kept = code.nonzero().view(-1)
-    return [ChangeSet(key=changes[0].key, index=index[kept], code=code[kept])]
+def _changes(old: torch.Tensor, new: torch.Tensor, piece: Piece) -> Changes:
+    code = step_code(round_to_bf16(old), round_to_bf16(new))
+    place = nonzero(code != 0)
+    return Changes(pos=Runs.of(piece.ranges()).to(old.device).in_line(place), code=code[place])
+
+
+def _merged(first: Changes, second: Changes) -> Changes:
+    """The changes of two averages, one after the other."""
+    if first.code is None or second.code is None or not first.num_changed:
+        return second
+    pos, inverse = torch.unique(torch.cat([first.pos, second.pos]), return_inverse=True)
+    code = torch.zeros(pos.numel(), dtype=torch.int8, device=pos.device)
+    code[inverse[: first.num_changed]] = first.code
+    moved = inverse[first.num_changed :]
+    code[moved] = add_codes(code[moved], second.code)
+    kept = nonzero(code != 0)
+    return Changes(pos=pos[kept], code=code[kept])

@@ -14,7 +14,7 @@ from awex.sharding.rank_info import RankInfo
 from megatron.core.distributed import DistributedDataParallel
 
 from awex_delta.detection.baselines import Baselines
-from awex_delta.detection.optimizers import moment, step_counts
+from awex_delta.detection.optimizers import moments, step_counts
 from awex_delta.detection.slices import Detection, OwnedSlice, param_key
 from awex_delta.errors import UnsupportedError
 from awex_delta.protocol.verdict import Reason
@@ -29,7 +29,7 @@ from awex_delta.trainers.megatron_layout import (
     rank_info,
     router_biases,
 )
-from awex_delta.trainers.view import TrainerLayout, WeightInfo
+from awex_delta.trainers.view import TrainerLayout, WeightInfo, trainer_line
 
 _EMBEDDING = "model.embed_tokens.weight"
 _LM_HEAD = "lm_head.weight"
@@ -58,10 +58,13 @@ class MegatronTrainer:
         self._groups: dict[str, dist.ProcessGroup] = {}
         self._infos: dict[str, WeightInfo] = {}
         self._read_weights(shards)
+        line = trainer_line(self._infos.values())
+        self._begins = dict(zip(line.names, line.starts.tolist(), strict=False))
+        self._watched = self._stepped_by_optimizer()
         self._check_conversion()
         self._baselines = Baselines(
             self.owned_slices,
-            self._stepped_by_optimizer(),
+            self._watched,
             accumulate=settings.accumulate,
             snapshot=settings.enabled and settings.method == "snapshot",
         )
@@ -141,22 +144,29 @@ class MegatronTrainer:
             return self._biases[key].get_buffer("expert_bias")
         return self._params[key].detach()
 
-    def owned_slices(self) -> Iterator[OwnedSlice]:
-        """The ranges whose optimizer state this rank holds. Collective: no."""
+    @torch.no_grad()
+    def owned_slices(self) -> list[OwnedSlice]:
+        """The ranges whose optimizer state this rank holds."""
         steps = self._current_steps()
+        slices = []
         for key, part in self._parts.items():
-            info = self._infos[key]
-            yield OwnedSlice(
-                param=info.param,
-                chunk=info.chunk,
-                start=part.start,
-                stop=part.stop,
-                main=None if part.main is None else part.main.detach().view(-1),
-                weight=self.tensor(key).view(-1)[part.start : part.stop],
-                exp_avg=moment(part.optimizer, part.stepped, "exp_avg"),
-                exp_avg_sq=moment(part.optimizer, part.stepped, "exp_avg_sq"),
-                step=steps[key],
+            info, start, stop = self._infos[key], part.start, part.stop
+            exp_avg, exp_avg_sq = moments(part.optimizer, part.stepped)
+            slices.append(
+                OwnedSlice(
+                    param=info.param,
+                    chunk=info.chunk,
+                    start=start,
+                    stop=stop,
+                    begin=self._begins[key] + start,
+                    main=None if part.main is None else part.main.view(-1),
+                    weight=self._params[key].view(-1)[start:stop],
+                    exp_avg=exp_avg,
+                    exp_avg_sq=exp_avg_sq,
+                    step=steps[key],
+                )
             )
+        return slices
 
     def detect(self) -> Detection:
         """What changed in the owned ranges, found as `settings.method` says. Collective: no."""
@@ -249,7 +259,7 @@ class MegatronTrainer:
 
     def _current_steps(self) -> dict[str, int]:
         steps: dict[str, int] = {}
-        for optimizer, stepped in self._stepped_by_optimizer().items():
+        for optimizer, stepped in self._watched.items():
             steps.update(zip(stepped, step_counts(optimizer, list(stepped.values())), strict=True))
         return steps
 

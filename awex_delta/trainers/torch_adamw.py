@@ -14,15 +14,18 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from awex_delta.detection.baselines import Baselines
-from awex_delta.detection.optimizers import moment, step_counts
+from awex_delta.detection.optimizers import moments, step_counts
 from awex_delta.detection.slices import Detection, OwnedSlice, param_key
 from awex_delta.errors import UnsupportedError
 from awex_delta.protocol.verdict import Reason
 from awex_delta.settings.agreed import DeltaSettings
-from awex_delta.trainers.view import TrainerLayout, WeightInfo
+from awex_delta.trainers.view import TrainerLayout, WeightInfo, trainer_line
 
 _EMBEDDING = "model.embed_tokens.weight"
 _LM_HEAD = "lm_head.weight"
+
+_Owned = tuple[WeightInfo, int, torch.Tensor, torch.Tensor | None, torch.Tensor]
+"""A weight that this rank owns a part of: begin in the trainer's line, live weight, master, and what is stepped."""
 
 
 class TorchAdamWTrainer:
@@ -80,6 +83,7 @@ class TorchAdamWTrainer:
             tied_embeddings=tied_embeddings,
         )
         self._infos = tuple(self._info(name, tensor) for name, tensor in weights.items())
+        self._owned = tuple(self._find_owned())
         watched = {info.key: self._stepped[info.key] for info in self._infos if info.sparse}
         self._baselines = Baselines(
             self.owned_slices,
@@ -183,26 +187,30 @@ class TorchAdamWTrainer:
         """The live weight of `key`. Collective: no."""
         return self._weights[key].detach()
 
-    def owned_slices(self) -> Iterator[OwnedSlice]:
-        """This rank's part of every bf16 parameter. Collective: no."""
-        infos = [info for info in self._infos if info.owned_stop > info.owned_start]
-        counts = step_counts(self._optimizer, [self._stepped[info.key] for info in infos])
-        for info, step in zip(infos, counts, strict=True):
-            stepped, master = self._stepped[info.key], self._masters.get(info.key)
-            part = slice(info.owned_start, info.owned_stop)
-            exp_avg = moment(self._optimizer, stepped, "exp_avg")
-            exp_avg_sq = moment(self._optimizer, stepped, "exp_avg_sq")
-            yield OwnedSlice(
-                param=info.param,
-                chunk=0,
-                start=info.owned_start,
-                stop=info.owned_stop,
-                main=None if master is None else master.detach().view(-1)[part],
-                weight=self.tensor(info.key).view(-1)[part],
-                exp_avg=None if exp_avg is None else exp_avg[part],
-                exp_avg_sq=None if exp_avg_sq is None else exp_avg_sq[part],
-                step=step,
+    @torch.no_grad()
+    def owned_slices(self) -> list[OwnedSlice]:
+        """This rank's part of every bf16 parameter."""
+        optimizer = self._optimizer
+        counts = step_counts(optimizer, [stepped for *_, stepped in self._owned])
+        slices = []
+        for (info, begin, weight, master, stepped), step in zip(self._owned, counts, strict=True):
+            start, stop = info.owned_start, info.owned_stop
+            exp_avg, exp_avg_sq = moments(optimizer, stepped)
+            slices.append(
+                OwnedSlice(
+                    param=info.param,
+                    chunk=0,
+                    start=start,
+                    stop=stop,
+                    begin=begin + start,
+                    main=_part(master, start, stop),
+                    weight=weight.view(-1)[start:stop],
+                    exp_avg=_part(exp_avg, start, stop),
+                    exp_avg_sq=_part(exp_avg_sq, start, stop),
+                    step=step,
+                )
             )
+        return slices
 
     def detect(self) -> Detection:
         """What changed in the owned parts, found as `settings.method` says. Collective: no."""
@@ -270,6 +278,14 @@ class TorchAdamWTrainer:
             trained=key in self._stepped,
         )
 
+    def _find_owned(self) -> Iterator[_Owned]:
+        line = trainer_line(self._infos)
+        begins = dict(zip(line.names, line.starts.tolist(), strict=False))
+        for info in self._infos:
+            if info.owned_stop > info.owned_start:
+                key = info.key
+                yield info, begins[key], self._weights[key], self._masters.get(key), self._stepped[key]
+
     def _find_stepped(self) -> dict[str, torch.Tensor]:
         in_optimizer = {param for group in self._optimizer.param_groups for param in group["params"]}
         found: dict[str, torch.Tensor] = {}
@@ -283,6 +299,11 @@ class TorchAdamWTrainer:
                     f"of it: hand its fp32 master to the optimizer and in `masters`, or freeze it"
                 )
         return found
+
+
+def _part(tensor: torch.Tensor | None, start: int, stop: int) -> torch.Tensor | None:
+    """A range of a tensor's elements, live."""
+    return None if tensor is None else tensor.view(-1)[start:stop]
 
 
 def _rank_info(dp_rank: int, dp_size: int) -> Mapping[str, int | str | bool]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -10,6 +11,7 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from awex_delta.detection.slices import Detection, OwnedSlice, param_key
+from awex_delta.lines.space import Space
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +45,11 @@ class WeightInfo:
         return bool(self.owners)
 
 
+def trainer_line(infos: Iterable[WeightInfo]) -> Space:
+    """The line of all sparse weights of a rank by key, in the order of `TrainerView.weights`."""
+    return Space.of((info.key, math.prod(info.shape)) for info in infos if info.sparse)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerLayout:
     """Where a trainer rank stands, for AWEX's planner.
@@ -72,11 +79,14 @@ class TrainerView(Protocol):
     def tensor(self, key: str) -> torch.Tensor:
         """The live local tensor of `key` in the shape of its `WeightInfo`."""
 
-    def owned_slices(self) -> Iterator[OwnedSlice]:
-        """The owned ranges with their live optimizer state, in the order of `weights()`."""
+    def owned_slices(self) -> Sequence[OwnedSlice]:
+        """The owned ranges with their live optimizer state, in the order of `weights()`.
+
+        Not to be kept: a framework may replace the tensors.
+        """
 
     def detect(self) -> Detection:
-        """Find what changed since the last `committed()`. No collective."""
+        """Find what changed since the last `committed()`, in the line of `trainer_line`. No collective."""
 
     def gather_params(self) -> None:
         """Make every local weight current (finish or force the parameter all-gather).

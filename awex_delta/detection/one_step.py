@@ -1,0 +1,50 @@
+"""What changed since a commit, by inverting the one step that lies between."""
+
+from __future__ import annotations
+
+from awex_delta.detection.baseline import OwnedSlices, Watched, detect_or_doubt
+from awex_delta.detection.invert import detect_changes
+from awex_delta.detection.journal import StepJournal
+from awex_delta.detection.slices import Detection
+from awex_delta.protocol.verdict import Reason
+
+
+class OneStepBaseline:
+    """Covers one step since its commit, without any memory: the step is inverted."""
+
+    def __init__(self, owned_slices: OwnedSlices, watched: Watched) -> None:
+        """Record every later step of the optimizers."""
+        self._owned_slices = owned_slices
+        self._checked = False
+        self._doubt: Detection | None = None
+        self._journal = StepJournal()
+        for optimizer, params in watched.items():
+            self._journal.watch(optimizer, params)
+
+    def detect(self) -> Detection:
+        """Invert the one step."""
+        if self._doubt is not None:
+            return self._doubt
+        detection = detect_changes(self._owned_slices(), self._journal.plan)
+        self._checked = detection.reason is Reason.NONE
+        return detection
+
+    def committed(self) -> None:
+        """Later detections count from the weights as they are now."""
+        slices = tuple(self._owned_slices())
+        self._doubt = None
+        if not self._checked:
+            # The next step writes its masters over weights that were not theirs, and inverting it would
+            # lead back to the masters, not to what the engines hold.
+            base = detect_or_doubt(slices, lambda _: None)
+            self._doubt = base if base.reason is Reason.MASTER_MISMATCH else None
+        self._checked = False
+        self._journal.commit(slices)
+
+    def weights_replaced(self) -> None:
+        """No step leads back to the last commit any more."""
+        self._journal.forget()
+
+    def detach(self) -> None:
+        """Remove the hooks."""
+        self._journal.detach()
