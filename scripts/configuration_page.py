@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import types
+from collections.abc import Iterator
 from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from awex_delta.settings.agreed import SETTINGS
 from awex_delta.settings.resolve import RolloutConfig, SchedulingStrategy, TrainEngineConfig
 
 _INTRODUCTION = """\
@@ -66,32 +68,20 @@ _ENVIRONMENT = """\
 A launcher starts each trainer and engine worker with
 `scrub_worker_environment() | worker_environment(resolved)`; a worker reads them back with
 `settings_from_environment()`. With deltas off nothing is set, and what was inherited is dropped.
+With deltas on the first four are set, and of the others those whose setting is not the default.
 
 | variable | value | meaning |
 |---|---|---|
 | `DTE_SEPARATION_WEIGHT_UPDATE` | `1` | separate trainer and engine processes form one group |
-| `DTE_DELTA_TRANSFER` | `1` | after the first full sync, updates carry only what changed |
-| `DTE_DELTA_ANCHOR_INTERVAL` | a count | `weight_update_anchor_interval` |
 | `DTE_STREAMING_RECONSTRUCT` | `1` | changes are found slice by slice, with no whole copy |
-| `DTE_DELTA_ENCODING` | a name | `weight_update_delta_encoding`, when it is not the default |
-| `DTE_DELTA_METHOD` | a name | `weight_update_delta_method`, likewise |
-| `DTE_DELTA_ACCUMULATE` | `True` | `weight_update_delta_accumulate: true` |
-| `DTE_BUCKET_BYTES` | a count | `weight_update_bucket_bytes`, when it is not the default |
-| `DTE_VERIFY` | a name | `weight_update_verify`, likewise |
-| `DTE_VERIFY_INTERVAL` | a count | `weight_update_verify_interval`, likewise |
-| `DTE_ALLOW_ANY_WORLD_SIZE` | `True` | `world_size_policy: any` |
-| `DTE_RELEASE_GRAD_BUFFERS` | `True` | `weight_update_release_grad_buffers: true` |
-| `DTE_TIMEOUT_SECONDS` | seconds | `weight_update_timeout_seconds`, when it is not the default |
-| `DTE_CONNECT_TIMEOUT_SECONDS` | seconds | `weight_update_connect_timeout_seconds`, likewise |
-| `DTE_TRANSPORT` | `disk` | `weight_update_transport: disk` |
-| `DTE_DISK_URL` | a URL | `weight_update_disk_url` |
-| `DTE_DISK_KIND` | `full` | `weight_update_disk_kind: full` |
-| `DTE_KEEP_ANCHORS` | a count | `weight_update_keep_anchors`, when it is not the default |
-| `DTE_READ_WORKERS` | a count | `weight_update_read_workers`, likewise |
+| `DTE_DELTA_TRANSFER` | `1` | after the first full sync, updates carry only what changed |
+VARIABLES
 
 Flags are `1`, `true` or `True`, and `0`, `false` or empty; anything else is refused, as is a name that is
 nearly one of these.
 """
+
+_KINDS: dict[object, str] = {int: "a count", float: "seconds", str: "a URL"}
 
 
 def page() -> str:
@@ -102,7 +92,7 @@ def page() -> str:
         _section("Rollout", RolloutConfig),
         _section("Scheduling strategy", SchedulingStrategy),
         _ALLOCATIONS,
-        _ENVIRONMENT,
+        _ENVIRONMENT.replace("VARIABLES", "\n".join(_variables())),
     ]
     return "\n".join(sections)
 
@@ -112,6 +102,19 @@ def _section(title: str, model: type[BaseModel]) -> str:
     table = ["| setting | type | default | meaning |", "|---|---|---|---|", *rows]
     summary = " ".join((model.__doc__ or "").split())
     return "\n".join([f"## {title}: `{model.__name__}`", "", summary, "", *table, ""])
+
+
+def _variables() -> Iterator[str]:
+    """A row for each variable that stands for one setting."""
+    for setting in SETTINGS.values():
+        if setting is SETTINGS["enabled"]:
+            continue
+        annotation = TrainEngineConfig.model_fields[setting.name].annotation
+        if setting.true_for is not None or annotation is bool:
+            yield f"| `{setting.variable}` | `True` | `{setting.name}: {setting.true_for or 'true'}` |"
+        else:
+            kind = _KINDS.get(annotation, "a name")
+            yield f"| `{setting.variable}` | {kind} | `{setting.name}` |"
 
 
 def _row(name: str, field: FieldInfo) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import product
 from typing import Any, TypeVar
 
@@ -32,16 +32,6 @@ ROW_BYTES = 4096
 """Width of every proposal and every status on the wire."""
 
 _DETAIL_CHARS = 600
-_LOCAL_SETTINGS = frozenset(
-    {
-        "accumulate",
-        "method",
-        "read_workers",
-        "release_grad_buffers",
-        "timeout_seconds",
-        "connect_timeout_seconds",
-    }
-)
 
 Value = TypeVar("Value")
 
@@ -332,5 +322,4 @@ class Session:
         return found
 
     def _agreed(self) -> dict[str, Any]:
-        shared = {k: v for k, v in asdict(self.settings).items() if k not in _LOCAL_SETTINGS}
-        return {"protocol": PROTOCOL_VERSION, **shared}
+        return {"protocol": PROTOCOL_VERSION, **self.settings.shared()}

@@ -1,50 +1,85 @@
-"""What both sides of one pairing agree on."""
+"""What both sides of one pairing agree on, and how each part of it is written elsewhere."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Self
+
+from awex_delta.settings.schema import TrainEngineConfig
+
+_KEY = "setting"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """How one field of `DeltaSettings` is written elsewhere.
+
+    name: of the setting of `TrainEngineConfig` that says it, with its default and its documentation.
+    variable: of the environment, through which a worker process gets it.
+    local: each rank may have its own; a setting that is not local must be equal on all ranks.
+    true_for: the value of the setting for which a flag is True; None when the field has the setting's value.
+    """
+
+    name: str
+    variable: str
+    local: bool = False
+    true_for: str | None = None
+
+    def means(self, written: object) -> Any:
+        """The value of the field, when the setting has the value `written`."""
+        return written if self.true_for is None else written == self.true_for
+
+
+def _setting(
+    name: str, variable: str, *, local: bool = False, true_for: str | None = None, default: object = None
+) -> Any:
+    """A field of `DeltaSettings`; without a `default` of its own it has that of its setting."""
+    setting = Setting(name=name, variable=variable, local=local, true_for=true_for)
+    if default is None:
+        default = setting.means(TrainEngineConfig.model_fields[name].default)
+    return field(default=default, metadata={_KEY: setting})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaSettings:
-    """What both sides of one pairing must agree on, and the timeouts. Made by `config`.
+    """What both sides of one pairing must agree on, and what each rank decides for itself. Made by `resolve`.
 
-    enabled: False means every sync is a full one and no optimizer hook is installed.
-    anchor_interval: committed deltas between two full syncs; 0 means never.
-    encoding: name of the delta encoding (`wire.registry`), or "auto".
-    verify: what a delta compares by digests before it commits: "off", "touched" or "full".
-    verify_interval: versions that this divides compare everything; 0 means none does for that reason.
-    bucket_bytes: the most bytes of a frame; longer ones are cut. Two of them are what packing, travelling
-        and unpacking take together.
-    allow_any_world_size: pad the schedule instead of refusing a world that is no power of two.
-    method: how a trainer rank finds changes: "adamw" inverts optimizer steps, "snapshot" compares with a
-        bf16 copy of the owned elements.
-    accumulate: follow every optimizer step, so that a delta covers any number of them, for one byte an
-        owned element.
-    release_grad_buffers: free Megatron's gradient buffers for the transfer (restored whatever happens).
-    timeout_seconds: longest wait for a peer inside an update.
-    connect_timeout_seconds: longest wait for all ranks to meet in `connect`.
-    transport: "p2p" between the ranks, or "disk" through a folder.
-    disk_url: that folder, as an fsspec URL; empty with "p2p".
-    disk_kind: "delta", or "full" for a whole checkpoint at every version.
-    keep_anchors: full versions that stay in the folder, with every delta since the oldest of them.
-    read_workers: files and parts of files that one engine rank reads at once.
+    Each field means what the setting that it names means, and has its default, but for `enabled`: settings
+    that are made by hand have deltas on.
     """
 
-    enabled: bool = True
-    anchor_interval: int = 20
-    encoding: str = "indices"
-    verify: str = "touched"
-    verify_interval: int = 0
-    bucket_bytes: int = 64 << 20
-    allow_any_world_size: bool = False
-    method: str = "adamw"
-    accumulate: bool = False
-    release_grad_buffers: bool = False
-    timeout_seconds: float = 300.0
-    connect_timeout_seconds: float = 300.0
-    transport: str = "p2p"
-    disk_url: str = ""
-    disk_kind: str = "delta"
-    keep_anchors: int = 2
-    read_workers: int = 4
+    enabled: bool = _setting("enable_delta_weight_update", "DTE_DELTA_TRANSFER", default=True)
+    anchor_interval: int = _setting("weight_update_anchor_interval", "DTE_DELTA_ANCHOR_INTERVAL")
+    encoding: str = _setting("weight_update_delta_encoding", "DTE_DELTA_ENCODING")
+    verify: str = _setting("weight_update_verify", "DTE_VERIFY")
+    verify_interval: int = _setting("weight_update_verify_interval", "DTE_VERIFY_INTERVAL")
+    bucket_bytes: int = _setting("weight_update_bucket_bytes", "DTE_BUCKET_BYTES")
+    allow_any_world_size: bool = _setting("world_size_policy", "DTE_ALLOW_ANY_WORLD_SIZE", true_for="any")
+    method: str = _setting("weight_update_delta_method", "DTE_DELTA_METHOD", local=True)
+    accumulate: bool = _setting("weight_update_delta_accumulate", "DTE_DELTA_ACCUMULATE", local=True)
+    release_grad_buffers: bool = _setting(
+        "weight_update_release_grad_buffers", "DTE_RELEASE_GRAD_BUFFERS", local=True
+    )
+    timeout_seconds: float = _setting("weight_update_timeout_seconds", "DTE_TIMEOUT_SECONDS", local=True)
+    connect_timeout_seconds: float = _setting(
+        "weight_update_connect_timeout_seconds", "DTE_CONNECT_TIMEOUT_SECONDS", local=True
+    )
+    transport: str = _setting("weight_update_transport", "DTE_TRANSPORT")
+    disk_url: str = _setting("weight_update_disk_url", "DTE_DISK_URL")
+    disk_kind: str = _setting("weight_update_disk_kind", "DTE_DISK_KIND")
+    keep_anchors: int = _setting("weight_update_keep_anchors", "DTE_KEEP_ANCHORS")
+    read_workers: int = _setting("weight_update_read_workers", "DTE_READ_WORKERS", local=True)
+
+    @classmethod
+    def of(cls, train: TrainEngineConfig) -> Self:
+        """What the trainer's settings say; nothing is checked here."""
+        return cls(**{name: kept.means(getattr(train, kept.name)) for name, kept in SETTINGS.items()})
+
+    def shared(self) -> dict[str, Any]:
+        """The fields that must be equal on every rank, by name, with JSON values."""
+        return {name: getattr(self, name) for name, kept in SETTINGS.items() if not kept.local}
+
+
+SETTINGS: Mapping[str, Setting] = {part.name: part.metadata[_KEY] for part in fields(DeltaSettings)}
+"""How each field of `DeltaSettings` is written elsewhere, in their order."""

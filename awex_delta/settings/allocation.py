@@ -85,8 +85,6 @@ def parse_allocation(text: str, *, backends: Collection[str]) -> Allocation:
 
     Raises:
         ConfigError: the text does not parse; the message quotes the part at fault and says where it stands.
-
-    Collective: no.
     """
     backend, colon, body = text.partition(":")
     if backend not in backends:

@@ -14,43 +14,23 @@ from collections.abc import Mapping
 from typing import Any, get_args
 
 from awex_delta.errors import ConfigError
-from awex_delta.settings.agreed import DeltaSettings
+from awex_delta.settings.agreed import SETTINGS, DeltaSettings, Setting
 from awex_delta.settings.resolve import ResolvedDelta
-from awex_delta.settings.schema import DeltaEncoding, DeltaMethod, DeltaVerify, DiskKind, Transport
+from awex_delta.settings.schema import TrainEngineConfig
 
 _DEFAULTS = DeltaSettings()
+_TRANSFER = SETTINGS["enabled"].variable
 
-_SEPARATION = "DTE_SEPARATION_WEIGHT_UPDATE"
-_TRANSFER = "DTE_DELTA_TRANSFER"
-_ANCHOR = "DTE_DELTA_ANCHOR_INTERVAL"
-_STREAMING = "DTE_STREAMING_RECONSTRUCT"
-
-# Set only where they differ from what a worker assumes by itself: variable, then field of DeltaSettings.
-_OPTIONAL_VARIABLES: Mapping[str, str] = {
-    "DTE_DELTA_ENCODING": "encoding",
-    "DTE_VERIFY": "verify",
-    "DTE_VERIFY_INTERVAL": "verify_interval",
-    "DTE_BUCKET_BYTES": "bucket_bytes",
-    "DTE_ALLOW_ANY_WORLD_SIZE": "allow_any_world_size",
-    "DTE_DELTA_METHOD": "method",
-    "DTE_DELTA_ACCUMULATE": "accumulate",
-    "DTE_RELEASE_GRAD_BUFFERS": "release_grad_buffers",
-    "DTE_TIMEOUT_SECONDS": "timeout_seconds",
-    "DTE_CONNECT_TIMEOUT_SECONDS": "connect_timeout_seconds",
-    "DTE_TRANSPORT": "transport",
-    "DTE_DISK_URL": "disk_url",
-    "DTE_DISK_KIND": "disk_kind",
-    "DTE_KEEP_ANCHORS": "keep_anchors",
-    "DTE_READ_WORKERS": "read_workers",
+# What a worker must have said whenever deltas are on.
+_ALWAYS: Mapping[str, str] = {
+    # Trainer and engine workers are separate processes that form one group for updates.
+    "DTE_SEPARATION_WEIGHT_UPDATE": "1",
+    # Changes are found slice by slice; a reconstructed copy of all old weights is never held.
+    "DTE_STREAMING_RECONSTRUCT": "1",
+    # After the first full sync, updates carry only what changed.
+    _TRANSFER: "1",
 }
-_VARIABLES = (_SEPARATION, _TRANSFER, _ANCHOR, _STREAMING, *_OPTIONAL_VARIABLES)
-_CHOICES: Mapping[str, tuple[str, ...]] = {
-    "encoding": get_args(DeltaEncoding),
-    "verify": get_args(DeltaVerify),
-    "method": get_args(DeltaMethod),
-    "transport": get_args(Transport),
-    "disk_kind": get_args(DiskKind),
-}
+_VARIABLES = (*_ALWAYS, *(setting.variable for setting in SETTINGS.values()))
 _FLAGS: Mapping[str, bool] = {"1": True, "true": True, "True": True, "0": False, "false": False, "": False}
 
 
@@ -63,26 +43,16 @@ def worker_environment(resolved: ResolvedDelta) -> dict[str, str]:
     Returns:
         Names and values, from which `settings_from_environment` rebuilds the same settings; empty with
         deltas off. Merge it over `scrub_worker_environment()`, which drops what was inherited.
-
-    Collective: no.
     """
     settings = resolved.settings
     if not settings.enabled:
         return {}
-    environment = {
-        # Trainer and engine workers are separate processes that form one group for updates.
-        _SEPARATION: "1",
-        # After the first full sync, updates carry only what changed.
-        _TRANSFER: "1",
-        # Both sides count committed deltas, so both must know after how many a full sync is due.
-        _ANCHOR: str(settings.anchor_interval),
-        # Changes are found slice by slice; a reconstructed copy of all old weights is never held.
-        _STREAMING: "1",
-    }
-    for variable, field in _OPTIONAL_VARIABLES.items():
+    environment = dict(_ALWAYS)
+    for field, setting in SETTINGS.items():
         value = getattr(settings, field)
-        if value != getattr(_DEFAULTS, field):
-            environment[variable] = str(value)
+        # Both sides count committed deltas, so both are told after how many a full sync is due.
+        if field == "anchor_interval" or value != getattr(_DEFAULTS, field):
+            environment[setting.variable] = str(value)
     return environment
 
 
@@ -91,8 +61,6 @@ def scrub_worker_environment(environ: Mapping[str, str] | None = None) -> dict[s
 
     Args:
         environ: the environment to copy; None for that of this process.
-
-    Collective: no.
     """
     source = os.environ if environ is None else environ
     return {name: value for name, value in source.items() if name not in _VARIABLES}
@@ -110,21 +78,19 @@ def settings_from_environment(environ: Mapping[str, str] | None = None) -> Delta
     Raises:
         ConfigError: a value cannot be read, the set is incomplete, or a name looks like a misspelling of
             one of ours. Other names that begin with `DTE_` are left alone.
-
-    Collective: no.
     """
     source = os.environ if environ is None else environ
     _refuse_misspelled(source)
     if not _flag(source, _TRANSFER):
         return DeltaSettings(enabled=False)
-    for variable in (_SEPARATION, _STREAMING):
+    for variable in _ALWAYS:
         if not _flag(source, variable):
             raise _refused(source, variable, f"it must be on while {_TRANSFER} is")
-    values: dict[str, Any] = {"anchor_interval": _count(source, _ANCHOR)}
-    for variable, field in _OPTIONAL_VARIABLES.items():
-        if variable in source:
-            values[field] = _optional_value(source, variable, field)
-    return DeltaSettings(enabled=True, **values)
+    values: dict[str, Any] = {}
+    for field, setting in SETTINGS.items():
+        if field == "anchor_interval" or setting.variable in source:
+            values[field] = _value(source, setting, getattr(_DEFAULTS, field))
+    return DeltaSettings(**values)
 
 
 def _flag(source: Mapping[str, str], variable: str) -> bool:
@@ -141,17 +107,18 @@ def _count(source: Mapping[str, str], variable: str) -> int:
     return int(value)
 
 
-def _optional_value(source: Mapping[str, str], variable: str, field: str) -> object:
+def _value(source: Mapping[str, str], setting: Setting, default: object) -> object:
     """Read a variable as the type of its field's default."""
-    default = getattr(_DEFAULTS, field)
+    variable = setting.variable
     if isinstance(default, bool):
         return _flag(source, variable)
     if isinstance(default, int):
         return _count(source, variable)
     if isinstance(default, float):
         return _seconds(source, variable)
-    if field in _CHOICES and source[variable] not in _CHOICES[field]:
-        raise _refused(source, variable, f"it must be one of {', '.join(_CHOICES[field])}")
+    choices = get_args(TrainEngineConfig.model_fields[setting.name].annotation)
+    if choices and source[variable] not in choices:
+        raise _refused(source, variable, f"it must be one of {', '.join(choices)}")
     return source[variable]
 
 

@@ -63,8 +63,6 @@ def resolve(train: TrainEngineConfig, rollout: RolloutConfig) -> ResolvedDelta:
 
     Raises:
         ConfigError: deltas are on and cannot work; lists every setting at fault with its value and remedy.
-
-    Collective: no.
     """
     if not train.enable_delta_weight_update:
         return ResolvedDelta(settings=DeltaSettings(enabled=False))
@@ -81,26 +79,7 @@ def resolve(train: TrainEngineConfig, rollout: RolloutConfig) -> ResolvedDelta:
             num_engine_ranks=topology.engine.world_size,
             policy=train.world_size_policy,
         )
-    settings = DeltaSettings(
-        enabled=True,
-        anchor_interval=train.weight_update_anchor_interval,
-        encoding=train.weight_update_delta_encoding,
-        verify=train.weight_update_verify,
-        verify_interval=train.weight_update_verify_interval,
-        bucket_bytes=train.weight_update_bucket_bytes,
-        allow_any_world_size=train.world_size_policy == "any",
-        method=train.weight_update_delta_method,
-        accumulate=train.weight_update_delta_accumulate,
-        release_grad_buffers=train.weight_update_release_grad_buffers,
-        timeout_seconds=train.weight_update_timeout_seconds,
-        connect_timeout_seconds=train.weight_update_connect_timeout_seconds,
-        transport=train.weight_update_transport,
-        disk_url=train.weight_update_disk_url,
-        disk_kind=train.weight_update_disk_kind,
-        keep_anchors=train.weight_update_keep_anchors,
-        read_workers=train.weight_update_read_workers,
-    )
-    return ResolvedDelta(settings=settings, topology=topology)
+    return ResolvedDelta(settings=DeltaSettings.of(train), topology=topology)
 
 
 def check_world_size(*, num_trainer_ranks: int, num_engine_ranks: int, policy: WorldSizePolicy) -> None:
@@ -113,8 +92,6 @@ def check_world_size(*, num_trainer_ranks: int, num_engine_ranks: int, policy: W
 
     Raises:
         ConfigError: a side has no ranks, or the total does not fit the policy.
-
-    Collective: no.
     """
     world_size = num_trainer_ranks + num_engine_ranks
     counts = f"{num_trainer_ranks} trainer + {num_engine_ranks} engine ranks = {world_size}"

@@ -1,6 +1,6 @@
 """The settings that a user writes: names, types, defaults and documentation.
 
-`config` says what they mean together.
+`resolve` says what they mean together.
 """
 
 from __future__ import annotations
@@ -69,8 +69,6 @@ class Section(BaseModel):
 
         Raises:
             ConfigError: a setting is unknown, missing, or has a wrong type or value.
-
-        Collective: no.
         """
         values: dict[str, Any] = {str(key): value for key, value in data.items()}
         return cls(**values)

@@ -174,7 +174,10 @@ def test_the_example_on_the_configuration_page_resolves() -> None:
 
 
 def test_the_configuration_page_lists_every_variable() -> None:
-    source = (ROOT / "awex_delta" / "settings" / "environment.py").read_text(encoding="utf-8")
+    settings = ROOT / "awex_delta" / "settings"
+    source = "".join(
+        (settings / name).read_text(encoding="utf-8") for name in ("agreed.py", "environment.py")
+    )
     assert set(re.findall(r"^\| `(DTE_\w+)`", page(), re.MULTILINE)) == set(
         re.findall(r'"(DTE_\w+)"', source)
     )

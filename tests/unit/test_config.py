@@ -6,6 +6,7 @@ import math
 import os
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, get_args
 
 import pytest
@@ -33,6 +34,7 @@ from awex_delta.wire.registry import CODECS, codecs_for
 
 TRAIN: Mapping[str, object] = {"backend": "megatron:d2t2", "enable_delta_weight_update": True}
 ROLLOUT: Mapping[str, object] = {"backend": "sglang:d2t2"}
+DISK = {"weight_update_transport": "disk", "weight_update_disk_url": "memory://run"}
 
 
 def train_config(**changes: object) -> TrainEngineConfig:
@@ -62,26 +64,53 @@ def test_defaults_resolve() -> None:
     assert (*sizes, resolved.topology.world_size) == (4, 4, 8)
 
 
-def test_every_setting_reaches_the_resolved_settings() -> None:
-    train = train_config(
-        weight_update_anchor_interval=0,
-        weight_update_verify="full",
-        weight_update_verify_interval=6,
-        world_size_policy="any",
-        weight_update_release_grad_buffers=True,
-        weight_update_timeout_seconds=7,
-        weight_update_connect_timeout_seconds=0.5,
-    )
-    assert resolve(train, rollout_config()).settings == DeltaSettings(
-        enabled=True,
-        anchor_interval=0,
-        verify="full",
-        verify_interval=6,
-        allow_any_world_size=True,
-        release_grad_buffers=True,
-        timeout_seconds=7.0,
-        connect_timeout_seconds=0.5,
-    )
+# Setting, another value than its default; field and value of the resolved settings; variable and its text;
+# and whether all ranks must agree on it.
+WRITTEN = [
+    ("weight_update_anchor_interval", 0, "anchor_interval", 0, "DTE_DELTA_ANCHOR_INTERVAL", "0", True),
+    ("weight_update_delta_encoding", "ulp", "encoding", "ulp", "DTE_DELTA_ENCODING", "ulp", True),
+    ("weight_update_verify", "full", "verify", "full", "DTE_VERIFY", "full", True),
+    ("weight_update_verify_interval", 6, "verify_interval", 6, "DTE_VERIFY_INTERVAL", "6", True),
+    ("weight_update_bucket_bytes", 2048, "bucket_bytes", 2048, "DTE_BUCKET_BYTES", "2048", True),
+    ("world_size_policy", "any", "allow_any_world_size", True, "DTE_ALLOW_ANY_WORLD_SIZE", "True", True),
+    ("weight_update_delta_method", "snapshot", "method", "snapshot", "DTE_DELTA_METHOD", "snapshot", False),
+    ("weight_update_delta_accumulate", True, "accumulate", True, "DTE_DELTA_ACCUMULATE", "True", False),
+    *(
+        (f"weight_update_{field}", value, field, value, f"DTE_{field.upper()}", str(value), shared)
+        for field, value, shared in [
+            ("release_grad_buffers", True, False),
+            ("timeout_seconds", 7.0, False),
+            ("connect_timeout_seconds", 0.5, False),
+            ("keep_anchors", 5, True),
+            ("read_workers", 9, False),
+        ]
+    ),
+    ("weight_update_disk_url", "file://a", "disk_url", "file://a", "DTE_DISK_URL", "file://a", True),
+    ("weight_update_disk_kind", "full", "disk_kind", "full", "DTE_DISK_KIND", "full", True),
+    ("weight_update_transport", "disk", "transport", "disk", "DTE_TRANSPORT", "disk", True),
+]
+
+
+@pytest.mark.parametrize(("setting", "written", "field", "value", "variable", "text", "shared"), WRITTEN)
+def test_a_setting_reaches_the_ranks_by_every_way(
+    *, setting: str, written: object, field: str, value: Any, variable: str, text: str, shared: bool
+) -> None:
+    others = DISK if "disk" in field or field == "transport" else {}
+    resolved = resolve(train_config(**{**others, setting: written}), rollout_config())
+    assert getattr(resolved.settings, field) == value
+    if not others:
+        assert resolved.settings == replace(DeltaSettings(), **{field: value})
+    environment = worker_environment(resolved)
+    assert environment[variable] == text
+    assert settings_from_environment(environment) == resolved.settings
+    assert resolved.settings.shared().get(field) == (value if shared else None)
+
+
+def test_the_table_of_settings_is_complete() -> None:
+    shared = {field for *_, field, _, _, _, is_shared in WRITTEN if is_shared}
+    assert {row[2] for row in WRITTEN} | {"enabled"} == set(DeltaSettings.__slots__)
+    assert DeltaSettings().shared().keys() == shared | {"enabled"}
+    assert DeltaSettings().enabled
 
 
 @pytest.mark.parametrize("backend", ["sglang:d2t2", "vllm:t4"])
@@ -363,8 +392,6 @@ def test_every_encoding_in_the_settings_exists() -> None:
 
 
 # --- updates through a folder -------------------------------------------------------------------------------
-
-DISK = {"weight_update_transport": "disk", "weight_update_disk_url": "memory://run"}
 
 
 def test_a_folder_is_resolved_and_read_back_by_workers() -> None:
