@@ -105,13 +105,17 @@ class BoxMap:
         empty = torch.empty(0, dtype=torch.int64, device=pos.device)
         return torch.cat([empty, *(one for one, _ in found)]), torch.cat([empty, *(one for _, one in found)])
 
-    def everything(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def everything(self, device: torch.device | None = None) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """All elements, some million at a time, in the order of the target line.
+
+        Args:
+            device: where the positions are to lie; None for the CPU.
 
         Yields:
             Positions in the target line and in the source line, int64 [k] each.
         """
-        boxes, numels = self._boxes, self._boxes.numels
+        boxes = self._on(device or torch.device("cpu"))
+        numels = boxes.numels
         for place, box in _blocks(numels):
             row = place // boxes.width[box]
             column = place - row * boxes.width[box]

@@ -23,7 +23,8 @@ _LEVEL = 3
 
 def pack(header: Mapping[str, Any], numbers: Mapping[str, Ints], names: Mapping[str, Sequence[str]]) -> bytes:
     """One description as bytes; equal descriptions give equal bytes."""
-    texts = {key: json.dumps(list(column)).encode() for key, column in names.items()}
+    texts = {key: json.dumps(list(column)).encode() for key, column in sorted(names.items())}
+    numbers = dict(sorted(numbers.items()))
     head = {
         "header": dict(header),
         "numbers": {key: int(column.size) for key, column in numbers.items()},

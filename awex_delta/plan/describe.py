@@ -9,12 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
-import xxhash
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from awex_delta.errors import ConnectError
 from awex_delta.plan.columns import Ints, Shapes, pack, pack_shapes, unpack, unpack_shapes
@@ -69,7 +67,7 @@ class TrainerColumns:
     def load(cls, blob: bytes) -> TrainerColumns:
         """Undo `dump`. Raises ConnectError where the columns do not fit each other."""
         _, numbers, names = unpack(blob)
-        _check_columns(
+        check_columns(
             numbers, names, {"numels", "params", "shapes", "sparse", "runs"}, {"keys", "names", "dtypes"}
         )
         found = cls(
@@ -91,7 +89,7 @@ class TrainerColumns:
         lengths = {len(self.names), len(self.shapes), len(self.dtypes), self.params.size, self.sparse.size}
         fits = lengths == {len(self.names)} and len(self.keys) == self.numels.size
         output, src, dst, length = self.runs
-        fits = fits and _inside(self.params, len(self.keys)) and _inside(output, len(self.names))
+        fits = fits and inside(self.params, len(self.keys)) and inside(output, len(self.names))
         if fits and output.size:
             fits = bool((length > 0).all() and (src >= 0).all() and (dst >= 0).all())
             fits = fits and bool((src + length <= self.numels[self.params[output]]).all())
@@ -134,7 +132,7 @@ class EngineColumns:
     def load(cls, blob: bytes) -> EngineColumns:
         """Undo `dump`. Raises ConnectError where the columns do not fit each other."""
         _, numbers, names = unpack(blob)
-        _check_columns(
+        check_columns(
             numbers, names, {"shapes", "global_shapes", "global_offsets"}, {"names", "dtypes", "tied_to"}
         )
         shapes = {key: unpack_shapes(column) for key, column in numbers.items()}
@@ -154,39 +152,12 @@ class EngineColumns:
         return [place for place, alias in enumerate(self.tied_to) if not alias]
 
 
-class _Header(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    rank: int
-    agreed: dict[str, Any]
-    layout: str = Field(pattern="^[0-9a-f]{32}$")
-    layout_bytes: Annotated[int, Field(ge=0)]
-
-
-class _TrainerHeader(_Header):
-    role: Literal["trainer"] = "trainer"
-    run_id: str
-    architecture: str
-    rank_info: dict[str, int | str | bool]
-    vocab_size: int
-    tied_embeddings: bool
-    groups: tuple[tuple[int, ...], ...]
-
-
-class _EngineHeader(_Header):
-    role: Literal["engine"] = "engine"
-    engine: str
-
-
-_ANY_HEADER: TypeAdapter[_TrainerHeader | _EngineHeader] = TypeAdapter(
-    Annotated[_TrainerHeader | _EngineHeader, Field(discriminator="role")]
-)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TrainerSpec:
-    """A trainer rank. `agreed` must be equal on every rank of both sides.
+    """A trainer rank.
 
+    agreed: what must be equal on every rank of both sides.
+    context: this rank has what encodings need that read the weights.
     owners: for each parameter the trainer ranks that own it in parts, ascending; empty where none does.
     owned: int64 [2, P], the half-open range of each parameter that this rank owns.
     """
@@ -194,6 +165,7 @@ class TrainerSpec:
     rank: int
     run_id: str
     agreed: Mapping[str, Any]
+    context: bool
     architecture: str
     rank_info: Mapping[str, int | str | bool]
     vocab_size: int
@@ -204,146 +176,36 @@ class TrainerSpec:
 
     role: Literal["trainer"] = "trainer"
 
-    def dump(self) -> tuple[bytes, bytes]:
-        """What this rank alone has to say, and its layout, as bytes."""
-        layout = self.layout.dump()
-        groups = tuple(dict.fromkeys(self.owners))
-        place = {group: number for number, group in enumerate(groups)}
-        header = _TrainerHeader(
-            rank=self.rank,
-            agreed=dict(self.agreed),
-            layout=layout_digest(layout),
-            layout_bytes=len(layout),
-            run_id=self.run_id,
-            architecture=self.architecture,
-            rank_info=dict(self.rank_info),
-            vocab_size=self.vocab_size,
-            tied_embeddings=self.tied_embeddings,
-            groups=groups,
-        )
-        numbers = {
-            "group": np.array([place[group] for group in self.owners], np.int64),
-            "owned": self.owned.reshape(-1),
-        }
-        return pack(header.model_dump(mode="json"), numbers, {}), layout
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class EngineSpec:
-    """An engine rank. Ranks that share `engine` hold one copy of the model together."""
+    """An engine rank. Ranks that share `engine` hold one copy of the model together; see `TrainerSpec`."""
 
     rank: int
     engine: str
     agreed: Mapping[str, Any]
+    context: bool
     layout: EngineColumns
 
     role: Literal["engine"] = "engine"
-
-    def dump(self) -> tuple[bytes, bytes]:
-        """What this rank alone has to say, and its layout, as bytes."""
-        layout = self.layout.dump()
-        header = _EngineHeader(
-            rank=self.rank,
-            agreed=dict(self.agreed),
-            layout=layout_digest(layout),
-            layout_bytes=len(layout),
-            engine=self.engine,
-        )
-        return pack(header.model_dump(mode="json"), {}, {}), layout
 
 
 Spec = TrainerSpec | EngineSpec
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Announced:
-    """What a rank alone has to say, before its layout is known.
-
-    layout, layout_bytes: digest and length of the layout.
-    """
-
-    header: _TrainerHeader | _EngineHeader
-    numbers: Mapping[str, Ints]
-
-    @property
-    def layout(self) -> str:
-        """Digest of the layout."""
-        return self.header.layout
-
-    @property
-    def layout_bytes(self) -> int:
-        """Length of the layout."""
-        return self.header.layout_bytes
-
-    def complete(self, layouts: Mapping[str, TrainerColumns | EngineColumns]) -> Spec:
-        """The whole description.
-
-        Raises:
-            ConnectError: it does not fit its layout.
-        """
-        header, layout = self.header, layouts[self.header.layout]
-        if isinstance(header, _EngineHeader) and isinstance(layout, EngineColumns):
-            return EngineSpec(rank=header.rank, engine=header.engine, agreed=header.agreed, layout=layout)
-        if not isinstance(header, _TrainerHeader) or not isinstance(layout, TrainerColumns):
-            raise ConnectError(f"{header.role} rank {header.rank} sent the layout of the other side")
-        _check_columns(self.numbers, {}, {"group", "owned"}, set())
-        group, owned = self.numbers["group"], self.numbers["owned"]
-        num_params = len(layout.keys)
-        if group.size != num_params or owned.size != 2 * num_params or not _inside(group, len(header.groups)):
-            raise ConnectError(
-                f"trainer rank {header.rank}: owners of {group.size} of {num_params} parameters"
-            )
-        return TrainerSpec(
-            rank=header.rank,
-            run_id=header.run_id,
-            agreed=header.agreed,
-            architecture=header.architecture,
-            rank_info=header.rank_info,
-            vocab_size=header.vocab_size,
-            tied_embeddings=header.tied_embeddings,
-            owners=tuple(header.groups[number] for number in group.tolist()),
-            owned=owned.reshape(2, -1),
-            layout=layout,
-        )
-
-
-def announced(seat: int, blob: bytes) -> Announced:
-    """Read what the rank at `seat` alone has to say.
-
-    Raises:
-        ConnectError: it is malformed.
-    """
-    try:
-        header, numbers, _ = unpack(blob)
-        return Announced(header=_ANY_HEADER.validate_python(header), numbers=numbers)
-    except (ValidationError, ConnectError) as error:
-        cause = error.errors()[:3] if isinstance(error, ValidationError) else error
-        raise ConnectError(f"seat {seat} sent a malformed description: {cause}") from error
-
-
-def layout_digest(blob: bytes) -> str:
-    """What tells one layout from another: 32 hexadecimal digits."""
-    return xxhash.xxh3_128_hexdigest(blob)
-
-
-def load_layout(role: str, blob: bytes, digest: str) -> TrainerColumns | EngineColumns:
-    """Read a layout.
-
-    Raises:
-        ConnectError: it is malformed, or not the one that was announced.
-    """
-    if layout_digest(blob) != digest:
-        raise ConnectError("a layout was damaged on the way")
-    return TrainerColumns.load(blob) if role == "trainer" else EngineColumns.load(blob)
-
-
-def _inside(index: Ints, size: int) -> bool:
+def inside(index: Ints, size: int) -> bool:
+    """True if all of `index` are numbers of `size` things."""
     return bool(((index >= 0) & (index < size)).all())
 
 
-def _check_columns(
+def check_columns(
     numbers: Mapping[str, Ints], names: Mapping[str, tuple[str, ...]], ints: set[str], texts: set[str]
 ) -> None:
+    """Refuse a description with other columns.
+
+    Raises:
+        ConnectError: columns are missing, or there are more.
+    """
     if set(numbers) != ints or set(names) != texts:
         raise ConnectError(
             f"a description has the columns {sorted({*numbers, *names})}, not {sorted(ints | texts)}"

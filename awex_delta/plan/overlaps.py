@@ -129,11 +129,12 @@ def clip(cut: Cut, low: Ints, high: Ints) -> Cut:
     any_left = (first < last) | ((first == last) & (head < tail))
     whole = first + (head > 0)
     single = first == last
+    zeros, ones = np.zeros_like(cut.rows), np.ones_like(cut.rows)
     return _concatenated(
         [
-            _part(cut, any_left & (head > 0), first, 1, head, np.where(single, tail, cut.width) - head),
-            _part(cut, any_left & (last > whole), whole, last - whole, 0, cut.width),
-            _part(cut, any_left & (tail > 0) & (last >= whole), last, 1, 0, tail),
+            _part(cut, any_left & (head > 0), first, ones, head, np.where(single, tail, cut.width) - head),
+            _part(cut, any_left & (last > whole), whole, last - whole, zeros, cut.width),
+            _part(cut, any_left & (tail > 0) & (last >= whole), last, ones, zeros, tail),
         ]
     )
 
@@ -146,12 +147,12 @@ def _row_and_column(place: Ints, cut: Cut) -> tuple[Ints, Ints]:
     return row + over, np.where(over, 0, column)
 
 
-def _part(cut: Cut, keep: Mask, row: Ints, rows: Ints | int, column: Ints | int, width: Ints) -> Cut:
+def _part(cut: Cut, keep: Mask, row: Ints, rows: Ints, column: Ints, width: Ints) -> Cut:
     inner = replace(
         cut,
         sent=cut.sent + row * cut.sent_pitch + column,
         stored=cut.stored + row * cut.stored_pitch + column,
-        rows=np.broadcast_to(np.asarray(rows, np.int64), cut.rows.shape),
+        rows=rows,
         width=width,
     )
     return inner.take(keep)

@@ -36,8 +36,8 @@ from awex_delta.protocol.rendezvous import Rendezvous, first_line
 from awex_delta.protocol.store import BoundedStore
 from awex_delta.settings.agreed import DeltaSettings
 
-MAX_JSON_BYTES = 1 << 28
-"""The longest description of one rank. A model of a hundred thousand tensors needs a tenth of it."""
+MAX_BYTES = 1 << 28
+"""The longest description of one rank. A model of a hundred thousand tensors needs a hundredth of it."""
 
 
 class Comm:
@@ -187,24 +187,54 @@ class Comm:
         blobs = [bytes(one.numpy()) for one in rows]
         return [blob[4 : 4 + int.from_bytes(blob[:4], "little")] for blob in blobs]
 
-    def gather_json(self, value: Any, *, phase: str) -> list[Any]:
-        """Give any JSON value to every rank and get all, by transfer rank: sizes first, then the text.
+    def gather_bytes(self, blob: bytes, *, phase: str) -> list[bytes]:
+        """Give any bytes to every rank and get all, by transfer rank: sizes first, then the bytes.
 
         Raises:
-            ConnectError: a rank announces more than `MAX_JSON_BYTES`, or sends what is no JSON.
+            ConnectError: a rank announces more than `MAX_BYTES`.
             PeerError: a rank did not arrive in time, or went away.
 
         Collective: yes, over all transfer ranks.
         """
-        text = json.dumps(value).encode()
-        rows = self.gather(len(text).to_bytes(8, "little"), width=16, phase=phase)
+        rows = self.gather(len(blob).to_bytes(8, "little"), width=16, phase=phase)
         sizes = [int.from_bytes(row, "little") for row in rows]
         for seat, size in enumerate(sizes):
-            if size > MAX_JSON_BYTES:
+            if size > MAX_BYTES:
                 place = self.rendezvous.place(seat)
-                raise ConnectError(f"{place} announces {size} bytes, more than {MAX_JSON_BYTES}")
-        blobs = self.gather(text, width=max(sizes) + 4, phase=phase)
+                raise ConnectError(f"{place} announces {size} bytes, more than {MAX_BYTES}")
+        return self.gather(blob, width=max(sizes) + 4, phase=phase)
+
+    def gather_json(self, value: Any, *, phase: str) -> list[Any]:
+        """Give any JSON value to every rank and get all, by transfer rank.
+
+        Raises:
+            ConnectError: a rank announces more than `MAX_BYTES`, or sends what is no JSON.
+            PeerError: a rank did not arrive in time, or went away.
+
+        Collective: yes, over all transfer ranks.
+        """
+        blobs = self.gather_bytes(json.dumps(value).encode(), phase=phase)
         return [_parse_json(seat, blob) for seat, blob in enumerate(blobs)]
+
+    def broadcast(self, blob: bytes, num_bytes: int, source: int, *, phase: str) -> bytes:
+        """Give the bytes of one rank to all.
+
+        Args:
+            blob: what this rank gives; used at `source` alone.
+            num_bytes: how many they are, the same on every rank.
+            source: transfer rank.
+            phase: names the call in errors.
+
+        Raises:
+            PeerError: a rank did not arrive in time, or went away.
+
+        Collective: yes, over all transfer ranks.
+        """
+        buffer = torch.empty(num_bytes, dtype=torch.uint8)
+        if source == self.seat and num_bytes:
+            buffer = torch.frombuffer(bytearray(blob), dtype=torch.uint8)
+        self._wait(lambda group: dist.broadcast(buffer, source, group=group, async_op=True), phase)
+        return bytes(buffer.numpy())
 
     def send(self, payload: torch.Tensor, peer: int, *, phase: str) -> None:
         """Send a contiguous uint8 tensor whose size the peer knows. Raises PeerError.

@@ -3,33 +3,36 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
-from awex_delta.engines.view import EngineView
+from awex_delta.engines.view import EngineTensor, EngineView
 from awex_delta.errors import LayoutError
-from awex_delta.lines.storages import gather_from, read_range, scatter_into, write_range
-from awex_delta.plan.describe import EngineSpec, TensorSpec, dtype_name
-from awex_delta.plan.pairs import Region, dense_volume
+from awex_delta.lines.boxes import BoxMap
+from awex_delta.lines.ends import LineEnd
+from awex_delta.lines.storages import Storages
+from awex_delta.plan.describe import EngineColumns, EngineSpec, dtype_name
+from awex_delta.plan.pairs import Pair, engine_line
+from awex_delta.plan.shards import dense_volume
 from awex_delta.protocol.agreement import Decision, Proposal, check_arrived
 from awex_delta.protocol.comm import Comm
 from awex_delta.protocol.ledger import EngineLedger, check_version
 from awex_delta.protocol.pipeline import receive_frames
 from awex_delta.protocol.rendezvous import Rendezvous
 from awex_delta.protocol.session import Session, Stopwatch, in_step
-from awex_delta.protocol.staging import StagedChange, Staging
+from awex_delta.protocol.staging import Key, Staging
 from awex_delta.protocol.stats import UpdateStats
 from awex_delta.protocol.verdict import Kind
-from awex_delta.protocol.verify import Verifier
+from awex_delta.protocol.verify import Scope, Verifier
 from awex_delta.settings.agreed import DeltaSettings
-from awex_delta.wire.codec import Context, RegionChange, settle
-from awex_delta.wire.pieces import slices
+from awex_delta.wire.context import numba_is_installed
 
 logger = logging.getLogger(__name__)
+
+_MAX_NAMED = 8  # tensors that an error names
 
 
 class Receiver:
@@ -75,7 +78,9 @@ class Receiver:
         self._comm = Comm(rendezvous, rendezvous.engine_seat(engine_rank), settings, device)
         self._session = Session(self._comm, settings, self._describe, on_phase)
         self._ledger = EngineLedger()
-        self._targets: dict[str, torch.Tensor] = {}
+        self._targets: dict[str, torch.Tensor] = {}  # in the order of the engine's line
+        self._storages: Storages | None = None
+        self._ends: dict[Key, LineEnd] = {}
 
     @property
     def version(self) -> int | None:
@@ -143,6 +148,7 @@ class Receiver:
             watch.lap("connect")
             decision = self._session.propose(self._proposal(version))
             watch.lap("propose")
+            self._look_at_weights()
             verifier = Verifier(self._session, decision, watch)
             if decision.verdict.kind is Kind.DELTA:
                 num_bytes, num_elements, failure = self._receive_delta(decision, watch, verifier)
@@ -171,7 +177,7 @@ class Receiver:
         """Leave the pairing; the weights stay as they are. Collective: no."""
         self._comm.close()
 
-    def _describe(self, agreed: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _describe(self, agreed: Mapping[str, Any]) -> EngineSpec:
         tensors = self._view.tensors()
         for once, again in zip(tensors, self._view.tensors(), strict=True):
             if once.view.data_ptr() != again.view.data_ptr():
@@ -179,23 +185,38 @@ class Receiver:
                     f"{once.name}: tensors() of engine {self._engine!r} gives copies, which the engine would "
                     "never read; give views of the live weights"
                 )
+        tensors = _by_storage(tensors)
         self._targets = {tensor.name: tensor.view for tensor in tensors if tensor.tied_to is None}
+        self._storages = None
+        self._ends = {}
         return EngineSpec(
             rank=self._rank,
             engine=self._engine,
             agreed=dict(agreed),
-            tensors=tuple(
-                TensorSpec(
-                    name=tensor.name,
-                    dtype=dtype_name(tensor.view.dtype),
-                    shape=tuple(tensor.view.shape),
-                    global_shape=tensor.global_shape,
-                    global_offset=tensor.global_offset,
-                    tied_to=tensor.tied_to,
-                )
-                for tensor in tensors
+            context=numba_is_installed(),
+            layout=EngineColumns(
+                names=tuple(tensor.name for tensor in tensors),
+                dtypes=tuple(dtype_name(tensor.view.dtype) for tensor in tensors),
+                shapes=tuple(tuple(tensor.view.shape) for tensor in tensors),
+                global_shapes=tuple(tuple(tensor.global_shape) for tensor in tensors),
+                global_offsets=tuple(tuple(tensor.global_offset) for tensor in tensors),
+                tied_to=tuple(tensor.tied_to or "" for tensor in tensors),
             ),
-        ).model_dump(mode="json")
+        )
+
+    def _look_at_weights(self) -> None:
+        """Follow live tensors to where their memory is now, and make the tables after connecting."""
+        targets = list(self._targets.values())
+        if self._storages is None or not self._storages.hold(targets):
+            self._storages = Storages(targets)
+        if not self._ends:
+            pairs = self._session.met.plan.pairs
+            self._ends = {key: LineEnd(pair.stored, self._memory, pair.dtype) for key, pair in pairs.items()}
+
+    def _memory(self) -> Storages:
+        if self._storages is None:
+            self._storages = Storages(list(self._targets.values()))
+        return self._storages
 
     def _proposal(self, version: int) -> Proposal:
         held = self._ledger
@@ -209,58 +230,40 @@ class Receiver:
         """Stage every frame, agree, then write. Nothing is written before all ranks have staged."""
         self._session.agree("encode", "")
         watch.lap("encode")
-        staging = Staging(self._session, decision, self._settle, self._context, self._old)
+        staging = Staging(self._session, decision, self._ends, self._names)
         num_bytes, failure = 0, ""
-        for dtype in self._session.plan.dtypes:
+        for dtype in self._session.met.dtypes:
             received, here = receive_frames(self._session, dtype, staging.of(dtype), watch)
             num_bytes, failure = num_bytes + received, failure or here
-        staged, late = self._session.attempt("stage", staging.finish)
+        _, late = self._session.attempt("stage", staging.finish)
         if staging.has_drifted:
             self._ledger = self._ledger.touch()  # what it holds is no version, so it must not be served
         self._session.agree("stage", failure or late)
         watch.lap("stage")
         self._ledger = self._ledger.touch()
-        applied, failure = self._session.attempt("apply", lambda: self._apply(staged or []))
+        applied, failure = self._session.attempt("apply", lambda: self._apply(staging))
         if not failure:
             watch.lap("apply")
-            # A region that was sent whole, in however many frames, is read back once.
-            verifier.written(self._targets, [(p.region, p.change) for p in staged or [] if not p.start])
+            for key in staging.keys():  # noqa: SIM118 - of lines, no mapping
+                pair = self._session.met.plan.pairs[key]
+                verifier.add(Scope.TOUCHED, pair, partial(staging.live, key))
+            self._verify_all(verifier)
         return num_bytes, applied or 0, failure
 
-    def _old(self, region: Region, index: torch.Tensor) -> torch.Tensor:
-        target = self._target(region)
-        return gather_from(target, index.to(target.device))
-
-    def _settle(self, region: Region, change: RegionChange) -> RegionChange:
-        """Values for steps, from the live weights: all ranks agreed that they are the base version."""
-        if change.index is None or change.code is None:
-            return change
-        target = self._target(region)
-        for piece in slices(change.index.numel()):
-            old = gather_from(target, change.index[piece].to(target.device)).cpu()
-            here = replace(change, value=change.value[piece], code=change.code[piece])
-            change.value[piece] = settle(here, old).value
-        return replace(change, code=None)
-
-    def _context(self, region: Region) -> Context:
-        return Context(owned=region.owned, read=partial(read_range, self._target(region)))
-
-    def _target(self, region: Region) -> torch.Tensor:
-        return self._targets[region.name][region.target.slices]
-
-    def _apply(self, staged: list[StagedChange]) -> int:
-        applied = 0
-        for part in staged:
-            target, change = self._target(part.region), part.change
-            if change.index is None:
-                write_range(target, part.start, change.value.to(target.device))
-            else:
-                for piece in slices(change.index.numel()):
-                    index, value = (t[piece].to(target.device) for t in (change.index, change.value))
-                    scatter_into(target, index, value)
-            applied += change.value.numel()
+    def _apply(self, staging: Staging) -> int:
+        applied = staging.write()
         self._view.synchronize()
         return applied
+
+    def _verify_all(self, verifier: Verifier) -> None:
+        for key, pair in self._session.met.plan.pairs.items():
+            verifier.add(Scope.FULL, pair, self._ends[key].blocks)
+
+    def _names(self, pair: Pair, pos: torch.Tensor) -> str:
+        """The tensors in which some positions of a line lie, for messages."""
+        there, _ = BoxMap(pair.stored).map(pos)
+        names = engine_line(self._session.met.world.engines[self._rank].layout).names_at(there)
+        return ", ".join(names[:_MAX_NAMED]) + (", ..." if len(names) > _MAX_NAMED else "")
 
     def _receive_full(self, watch: Stopwatch, verifier: Verifier) -> tuple[int, int, str]:
         """AWEX's dense path writes in place, so the engine is dirty from here to the commit."""
@@ -268,13 +271,13 @@ class Receiver:
         self._session.agree("prepare", failure)
         watch.lap("prepare")
         self._ledger = self._ledger.touch()
-        plan = self._session.plan.dense_plan(self._comm.seat, sending=False)
+        plan = self._session.met.plan.dense
         self._comm.receive_weights(self._targets, plan, phase="send weights")
         watch.lap("transfer")
         _, failure = self._session.attempt("apply", self._view.synchronize)
         if not failure:
             watch.lap("apply")
-            verifier.dense(self._targets, plan)
+            self._verify_all(verifier)
         return *dense_volume(plan), failure
 
     def _commit(self, decision: Decision) -> None:
@@ -284,3 +287,11 @@ class Receiver:
         except BaseException:
             self._ledger = self._ledger.touch()  # caches may be stale: not ready until a full sync
             raise
+
+
+def _by_storage(tensors: Sequence[EngineTensor]) -> list[EngineTensor]:
+    """Tensors of one storage together, so that a line crosses from one storage to the next once each."""
+    order: dict[int, int] = {}
+    for tensor in tensors:
+        order.setdefault(tensor.view.untyped_storage().data_ptr(), len(order))
+    return sorted(tensors, key=lambda tensor: order[tensor.view.untyped_storage().data_ptr()])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 
@@ -11,10 +11,13 @@ import torch
 
 from awex_delta.conversion.routes import convert_all
 from awex_delta.detection.slices import Detection
+from awex_delta.lines.changes import Changes
+from awex_delta.lines.ends import LineEnd
 from awex_delta.observe.runlog.tally import count_parts
-from awex_delta.plan.pairs import dense_volume
+from awex_delta.plan.shards import dense_volume
 from awex_delta.protocol.agreement import Decision, check_arrived
 from awex_delta.protocol.ledger import check_version
+from awex_delta.protocol.outgoing import Key, Outgoing
 from awex_delta.protocol.pipeline import Pack, send_frames
 from awex_delta.protocol.rendezvous import Rendezvous
 from awex_delta.protocol.session import Stopwatch, in_step
@@ -26,10 +29,10 @@ from awex_delta.settings.agreed import DeltaSettings
 from awex_delta.trainers.view import TrainerView
 from awex_delta.wire.buckets import Bucket, cut
 from awex_delta.wire.choice import MIN_SAMPLE_BYTES, cheapest
-from awex_delta.wire.codec import Codec, RegionChange
 from awex_delta.wire.digest import pays_to_compile
 from awex_delta.wire.frame import pack_frame
-from awex_delta.wire.guard import guard_of, unstated_counts
+from awex_delta.wire.guard import num_unstated
+from awex_delta.wire.pieces import blocks
 
 logger = logging.getLogger(__name__)
 
@@ -121,23 +124,24 @@ class Sender(TrainerEnd):
         watch = Stopwatch()
         try:
             with in_step(self._comm):
-                self._join(f"version {version}")
+                outgoing = self._join(f"version {version}")
                 watch.lap("connect")
                 detection = self._detect(version)
                 watch.lap("detect")
                 decision = self._session.propose(self._proposal(version, detection))
                 watch.lap("propose")
                 with ExitStack() as held:
+                    held.callback(outgoing.release)
                     release = partial(held.enter_context, self._view.transfer())
                     _, failure = self._session.attempt("release", release)
-                    stats = self._send(decision, detection, watch, failure)
+                    stats = self._send(decision, detection, outgoing, watch, failure)
             self._view.committed()
         except BaseException:
             self._ledger = self._ledger.abort()
             raise
         self._ledger = self._ledger.commit(version, decision.verdict.kind)
         is_delta = decision.verdict.kind is Kind.DELTA
-        self._changed_by_key = {c.key: c.num_changed for c in detection.changes} if is_delta else None
+        self._changed_by_key = outgoing.counts(detection.changes) if is_delta else None
         if stats.wire_bytes >= MIN_SAMPLE_BYTES:
             self._bytes_per_second = stats.wire_bytes / max(stats.seconds["transfer"], 1e-6)
         self._report(stats)
@@ -147,14 +151,25 @@ class Sender(TrainerEnd):
         """Leave the pairing. Engines keep what they hold. Collective: no."""
         self._comm.close()
 
-    def _send(self, decision: Decision, detection: Detection, watch: Stopwatch, failure: str) -> UpdateStats:
-        """One half of the update, up to the completion agreement. failure: of this rank, so far."""
+    def _send(
+        self,
+        decision: Decision,
+        detection: Detection,
+        outgoing: Outgoing,
+        watch: Stopwatch,
+        failure: str,
+    ) -> UpdateStats:
+        """One half of the update, up to the completion agreement.
+
+        failure: why this rank cannot go on, if something has failed on it already.
+        """
         verifier = Verifier(self._session, decision, watch)
         if decision.verdict.kind is Kind.DELTA:
-            num_bytes, num_elements = self._send_delta(decision, detection, watch, verifier, failure)
+            work = decision, detection, outgoing, watch, verifier
+            num_bytes, num_elements = self._send_delta(*work, failure)
         else:
             detection = Detection()
-            num_bytes, num_elements = self._send_full(watch, verifier, failure)
+            num_bytes, num_elements = self._send_full(outgoing, watch, verifier, failure)
         mine = {"bytes": num_bytes, "changed": detection.num_changed, "owned": detection.num_owned}
         facts = self._session.agree("apply", verifier.failure, sent=num_elements, **mine)
         check_arrived(facts)
@@ -169,6 +184,7 @@ class Sender(TrainerEnd):
         self,
         decision: Decision,
         detection: Detection,
+        outgoing: Outgoing,
         watch: Stopwatch,
         verifier: Verifier,
         failure: str,
@@ -176,67 +192,68 @@ class Sender(TrainerEnd):
         if self._shares_whole:
             _, late = self._session.attempt(None, self._view.gather_params)
             failure = failure or late
-        work = partial(self._pack, decision, detection, watch, verifier)
+        work = partial(self._pack, decision, detection, outgoing, watch, verifier)
         packed, here = self._session.attempt("encode", work)
         self._session.agree("encode", failure or here or verifier.failure)
         watch.lap("encode")
         frames, num_elements = packed or ({}, 0)
         num_bytes, failure = 0, ""
-        for dtype in self._session.plan.dtypes:
-            outgoing = {peer: packs for (peer, kind), packs in frames.items() if kind is dtype}
-            sent, here = send_frames(self._session, dtype, outgoing, watch)
+        for dtype in self._session.met.dtypes:
+            due = {peer: packs for (peer, kind), packs in frames.items() if kind is dtype}
+            sent, here = send_frames(self._session, dtype, due, watch)
             num_bytes, failure = num_bytes + sent, failure or here
         self._session.agree("stage", failure)
         watch.lap("stage")
-        verifier.owned(self._router.owned())  # while the engines write
+        self._verify_all(outgoing, verifier)  # while the engines write
         return num_bytes, num_elements
 
     def _pack(
-        self, decision: Decision, detection: Detection, watch: Stopwatch, verifier: Verifier
-    ) -> tuple[dict[tuple[int, torch.dtype], list[Pack]], int]:
-        """What makes the frames of each (receiver, dtype), and the elements in them. No frame is empty."""
-        share = detection.num_changed / detection.num_owned if detection.num_owned else 0.0
-        codec = cheapest(self._session.codecs, share, self._bytes_per_second)
-        frames: dict[tuple[int, torch.dtype], list[Pack]] = {}
-        total = 0
-        content = self._router.frames(detection, codec)
-        for (receiver, dtype), changes in content.items():
-            count = sum(change.value.numel() for change in changes)
-            if count:
-                unstated = None if verifier.scope is Scope.OFF else unstated_counts(codec, changes)
-                frames[receiver, dtype] = [
-                    partial(self._frame, decision, receiver, dtype, codec, changes, bucket)
-                    for bucket in cut(changes, codec, dtype, self._settings.bucket_bytes, unstated=unstated)
-                ]
-                total += count
-        watch.lap("encode")
-        verifier.sent(content)
-        return frames, total
-
-    def _frame(
         self,
         decision: Decision,
-        receiver: int,
-        dtype: torch.dtype,
-        codec: Codec,
-        changes: list[RegionChange],
-        bucket: Bucket,
-    ) -> torch.Tensor:
-        identity = self._session.frame_identity(decision, self._comm.seat, receiver, dtype)
-        here = bucket.changes(changes)
-        compiled = pays_to_compile(here[0].value.device, self._session.plan.full_bytes)
-        guard = guard_of(here, compiled=compiled) if bucket.guarded else None
-        return pack_frame(identity, codec, here, bucket.span, guard)
+        detection: Detection,
+        outgoing: Outgoing,
+        watch: Stopwatch,
+        verifier: Verifier,
+    ) -> tuple[dict[Key, list[Pack]], int]:
+        """What makes the frames of each line, and the elements in them. A line without changes has none."""
+        share = detection.num_changed / detection.num_owned if detection.num_owned else 0.0
+        codec = cheapest(self._session.codecs, share, self._bytes_per_second)
+        frames: dict[Key, list[Pack]] = {}
+        total = 0
+        for key, changes in outgoing.changes(detection.changes).items():
+            pair, end = outgoing.pairs[key], outgoing.ends[key]
+            if not changes.num_changed and not pair.whole:
+                continue
+            unstated = None if verifier.scope is Scope.OFF else num_unstated(codec, changes)
+            limits = pair.numel, self._settings.bucket_bytes
+            buckets = cut(changes, codec, pair.dtype, *limits, whole_prefix=pair.whole, unstated=unstated)
+            identity = self._session.frame_identity(decision, pair)
+            compiled = pays_to_compile(changes.pos.device, self._session.met.full_bytes)
+            frames[key] = [
+                partial(pack_frame, identity, codec, bucket, changes, end.read, compiled=compiled)
+                for bucket in buckets
+            ]
+            total += sum(bucket.num_sent for bucket in buckets)
+            watch.lap("encode")
+            verifier.add(Scope.TOUCHED, pair, partial(_sent, end, changes, buckets))
+        return frames, total
 
-    def _send_full(self, watch: Stopwatch, verifier: Verifier, failure: str) -> tuple[int, int]:
+    def _verify_all(self, outgoing: Outgoing, verifier: Verifier) -> None:
+        for key, pair in outgoing.pairs.items():
+            verifier.add(Scope.FULL, pair, outgoing.ends[key].blocks)
+
+    def _send_full(
+        self, outgoing: Outgoing, watch: Stopwatch, verifier: Verifier, failure: str
+    ) -> tuple[int, int]:
         _, late = self._session.attempt(None, self._view.gather_params)
         tensors, here = self._session.attempt("prepare", lambda: convert_all(self._view, self._routes))
         self._session.agree("prepare", failure or late or here)
         watch.lap("prepare")
-        plan = self._session.plan.dense_plan(self._comm.seat, sending=True)
+        plan = self._session.met.plan.dense
         self._comm.send_weights(tensors or {}, plan, phase="send weights")
         watch.lap("transfer")
-        verifier.dense(tensors or {}, plan)
+        del tensors
+        self._verify_all(outgoing, verifier)
         return dense_volume(plan)
 
     def _report(self, stats: UpdateStats) -> None:
@@ -258,3 +275,16 @@ class Sender(TrainerEnd):
                 self._unexpected_full,
                 stats.verdict.reason.text,
             )
+
+
+def _sent(
+    end: LineEnd, changes: Changes, buckets: Sequence[Bucket]
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The elements that the frames of one line carry."""
+    for bucket in buckets:
+        if bucket.whole:
+            for start, values in blocks(end.read, bucket.span):
+                yield torch.arange(start, start + values.numel()), values
+        elif changes.value is not None:
+            here = slice(bucket.first, bucket.last)
+            yield changes.pos[here], changes.value[here]

@@ -17,12 +17,15 @@ from typing import Any, TypeVar
 import torch
 from pydantic import TypeAdapter, ValidationError
 
-from awex_delta.errors import ConnectError, LockstepError, UpdateAborted, UpdateError
-from awex_delta.plan.describe import World, dtype_name, parse_world
-from awex_delta.plan.pairs import Plan, build_plan
+from awex_delta.errors import LockstepError, UpdateAborted, UpdateError
+from awex_delta.plan.describe import Spec, dtype_name
+from awex_delta.plan.pairs import Pair
+from awex_delta.plan.rank import Plan, plan_rank
 from awex_delta.plan.schedule import Meeting, meetings_of
+from awex_delta.plan.world import World
 from awex_delta.protocol.agreement import Decision, Proposal, Status, decide
 from awex_delta.protocol.comm import Comm
+from awex_delta.protocol.connecting import Met, meet
 from awex_delta.protocol.stats import UpdateStats
 from awex_delta.settings.agreed import DeltaSettings
 from awex_delta.wire.frame import PROTOCOL_VERSION, FrameIdentity
@@ -79,31 +82,30 @@ class Session:
     """One rank's part in the agreements of one pairing, over one `Comm`.
 
     Attributes:
-        world, plan: what all ranks agreed on at connect; valid while connected.
+        met: what all ranks agreed on at connect; valid while connected.
         meetings: this rank's schedule.
         codecs: the encodings that frames may have.
     """
 
-    world: World
-    plan: Plan
+    met: Met
 
     def __init__(
         self,
         comm: Comm,
         settings: DeltaSettings,
-        describe: Callable[[Mapping[str, Any]], Mapping[str, Any]],
+        describe: Callable[[Mapping[str, Any]], Spec],
         on_phase: Callable[[str], None] | None,
-        complete: Callable[[World], World] | None = None,
+        plan: Callable[[World], Plan] | None = None,
     ) -> None:
         """Check what can be checked alone; nothing is opened.
 
         Args:
             comm: this rank's seat.
             settings: must be equal on every rank, but for timeouts and local memory choices.
-            describe: gives this rank's spec as JSON, from the settings that all must share.
+            describe: gives this rank's description, from the settings that all must share.
             on_phase: called with the name of each phase as it begins; an exception that it raises
                 counts as this rank's failure in that phase.
-            complete: adds to the world what has no seat, such as a folder that is written to.
+            plan: plans this rank's transfers, if they do not go to the other ranks of the world.
 
         Raises:
             ConfigError: the world size is not allowed, or the encoding is unknown.
@@ -117,14 +119,9 @@ class Session:
         )
         self._describe = describe
         self._on_phase = on_phase or (lambda phase: None)
-        self._complete = complete or (lambda world: world)
+        self._plan = plan or (lambda world: plan_rank(world, comm.seat))
+        self._is_paired = plan is None
         self._version = 0
-        self._limits: dict[tuple[int, int, torch.dtype], int] = {}  # elements of a pair: its most frames
-
-    @property
-    def uses_context(self) -> bool:
-        """True when frames may need what both sides know of a region."""
-        return any(codec.needs_context for codec in self.codecs)
 
     def ensure_connected(self, purpose: str) -> bool:
         """Meet all ranks in the current epoch, and agree on the plan. True when it had to be done.
@@ -142,32 +139,14 @@ class Session:
             return False
         self.comm.connect()
         try:
-            self._meet()
+            self.met = meet(
+                self.comm, lambda: self._describe(self._agreed()), self._plan, paired=self._is_paired
+            )
+            self.codecs = codecs_for(self.settings.encoding, context=self.met.context)
         except BaseException:  # half connected is not connected, and the peers hear of it at once
             self.comm.abandon()
             raise
         return True
-
-    def _meet(self) -> None:
-        """Exchange descriptions, and conclude the plan from all of them."""
-        spec: Mapping[str, Any]
-        try:
-            spec = self._describe(self._agreed())
-        except Exception as error:  # noqa: BLE001 - all ranks must hear of it, whatever an adapter raises
-            spec = {"error": f"{type(error).__name__}: {error}"}
-        values = self.comm.gather_json(spec, phase="describe")
-        failed = {s: v["error"] for s, v in enumerate(values) if isinstance(v, dict) and "error" in v}
-        if failed:
-            place = self.comm.rendezvous.place
-            raise ConnectError("; ".join(f"{place(seat)}: {text}" for seat, text in failed.items()))
-        self.world = self._complete(parse_world(values, self.comm.rendezvous.num_engine_ranks))
-        self.plan = build_plan(self.world)
-        self._limits = {
-            key: sum(region.numel for region in regions) for key, regions in self.plan.regions.items()
-        }
-        digests = self.comm.gather(self.plan.digest.to_bytes(8, "little"), width=16, phase="plan")
-        if len(set(digests)) > 1:
-            raise LockstepError("ranks computed different transfer plans: do all run the same versions?")
 
     def propose(self, proposal: Proposal) -> Decision:
         """Tell all ranks what this rank holds and doubts, and conclude together.
@@ -233,7 +212,7 @@ class Session:
             The matrix [sender][receiver].
 
         Raises:
-            LockstepError: a count is larger than its regions can need, on every rank alike.
+            LockstepError: a count is larger than its line can need, on every rank alike.
 
         Collective: yes, over all transfer ranks.
         """
@@ -245,27 +224,25 @@ class Session:
             [int.from_bytes(row[8 * p : 8 * p + 8], "little") for p in range(world_size)] for row in rows
         ]
         for sender, receiver in product(range(world_size), repeat=2):
-            count, limit = matrix[sender][receiver], self._limits.get((sender, receiver, dtype), 0)
+            count, limit = matrix[sender][receiver], self.met.limits.get((sender, receiver, dtype), 0)
             if count > limit:
                 place = self.comm.rendezvous.place
                 raise LockstepError(
                     f"{place(sender)} announces {count} frames for {place(receiver)}, "
-                    f"whose regions need at most {limit}"
+                    f"whose line needs at most {limit}"
                 )
         return matrix
 
-    def frame_identity(
-        self, decision: Decision, sender: int, receiver: int, dtype: torch.dtype
-    ) -> FrameIdentity:
-        """What the frame of one pair and round carries, and what its receiver expects. Collective: no."""
+    def frame_identity(self, decision: Decision, pair: Pair) -> FrameIdentity:
+        """What the frames of one pair carry, and what their receiver expects."""
         return FrameIdentity(
             run_id=decision.run_id,
             base_version=decision.base,
             target_version=decision.version,
-            plan=self.plan.digest,
-            sender=sender,
-            receiver=receiver,
-            dtype=dtype,
+            pair=pair.digest,
+            sender=pair.sender,
+            receiver=pair.receiver,
+            dtype=pair.dtype,
         )
 
     def stats(
@@ -299,7 +276,7 @@ class Session:
             total_wire_bytes=total["bytes"],
             total_changed=total["changed"],
             total_owned=total["owned"],
-            full_bytes=self.plan.full_bytes,
+            full_bytes=self.met.full_bytes,
             verified=verified,
             seconds=seconds,
         )

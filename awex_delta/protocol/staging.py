@@ -2,150 +2,150 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
 
 from awex_delta.errors import DriftError
-from awex_delta.plan.pairs import Region
+from awex_delta.lines.changes import Changes
+from awex_delta.lines.ends import LineEnd
+from awex_delta.plan.pairs import Pair
 from awex_delta.protocol.agreement import Decision
 from awex_delta.protocol.session import Session
-from awex_delta.wire.codec import Context, RegionChange
+from awex_delta.wire.codec import settle
 from awex_delta.wire.digest import pays_to_compile
-from awex_delta.wire.frame import Unpacked, check_complete, unpack_bucket
-from awex_delta.wire.guard import Guard, old_digest
-from awex_delta.wire.spans import Window
+from awex_delta.wire.frame import Unpacked, check_complete, unpack_frame
 
-_MAX_NAMED = 8  # tensors that an error names
+Key = tuple[int, torch.dtype]
+"""Sender and wire dtype: which of a receiver's lines."""
+
+_PIECE = 1 << 21  # elements that are written or read back at a time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StagedChange:
-    """What one frame says about one region.
+class _Staged:
+    """What one frame says: changes with values and no codes, or all values from position `start` on."""
 
-    start: where a whole change begins in the region; 0 for a sparse one, whose positions say it all.
-    change: sparse, with positions in the region; or whole, the values from `start` on.
-    """
-
-    region: Region
     start: int
-    change: RegionChange
+    value: torch.Tensor
+    pos: torch.Tensor | None
+
+    def pieces(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Positions and values, some million at a time."""
+        for first in range(0, self.value.numel(), _PIECE):
+            value = self.value[first : first + _PIECE]
+            start = self.start + first
+            pos = (
+                torch.arange(start, start + value.numel())
+                if self.pos is None
+                else self.pos[first : first + _PIECE]
+            )
+            yield pos, value
 
 
 class Staging:
-    """Takes the frames of one delta as they arrive. Writes nothing."""
+    """Takes the frames of one delta as they arrive, and writes nothing before it is asked to."""
 
     def __init__(
         self,
         session: Session,
         decision: Decision,
-        settle: Callable[[Region, RegionChange], RegionChange],
-        context: Callable[[Region], Context],
-        old: Callable[[Region, torch.Tensor], torch.Tensor],
+        ends: Mapping[Key, LineEnd],
+        name: Callable[[Pair, torch.Tensor], str],
     ) -> None:
         """Stage for one rank.
 
         Args:
             session: connected.
             decision: what the frames must belong to.
-            settle: puts values in place of steps, from the live weights; may write into the change.
-            context: what this rank knows of a region at the base.
-            old: reads live weights of a region, at int64 positions.
+            ends: this rank's end of each of its lines.
+            name: says in which tensors some positions of a line lie.
         """
         self._session = session
         self._decision = decision
-        self._settle = settle
-        self._context = context
-        self._old = old
+        self._ends = ends
+        self._name = name
+        self._compiled = pays_to_compile(torch.device("cpu"), session.met.full_bytes)
         self.has_drifted = False
-        self._ends: dict[tuple[int, torch.dtype], int] = {}  # by sender: elements that came
-        self._staged: list[StagedChange] = []
+        self._stops: dict[Key, int] = {}  # how many elements of a line have come
+        self._staged: dict[Key, list[_Staged]] = {}
 
     def of(self, dtype: torch.dtype) -> Callable[[int, torch.Tensor], None]:
-        """What takes (sender, frame) in the round of `dtype`. Collective: no."""
-        return lambda sender, frame: self.add(sender, dtype, frame)
+        """What takes (sender, frame) in the round of `dtype`."""
+        return lambda sender, frame: self.add((sender, dtype), frame)
 
-    def add(self, sender: int, dtype: torch.dtype, frame: torch.Tensor) -> None:
+    def add(self, key: Key, frame: torch.Tensor) -> None:
         """Check one frame and keep what it says; nothing aliases `frame` afterwards.
 
         Raises:
             WireError: the frame is damaged, foreign, or not the sender's next one.
             DriftError: live weights that the frame would replace are not those of the base.
-
-        Collective: no.
         """
-        seat = self._session.comm.seat
-        regions = self._session.plan.between(sender, seat, dtype)
-        found = unpack_bucket(
+        pair, end = self._session.met.plan.pairs[key], self._ends[key]
+        found = unpack_frame(
             frame,
-            self._session.frame_identity(self._decision, sender, seat, dtype),
+            self._session.frame_identity(self._decision, pair),
             self._session.codecs,
-            [region.numel for region in regions],
-            begin=self._ends.get((sender, dtype), 0),
-            contexts=[self._context(region) for region in regions] if self._session.uses_context else (),
+            begin=self._stops.get(key, 0),
+            numel=pair.numel,
+            read=end.read,
         )
-        if found.guard is not None:
-            self._check_base(found, found.guard, regions)
-        staged = [
-            self._stage(regions[window.region], window, change, frame)
-            for window, change in zip(found.windows, found.changes, strict=True)
-            if change.value.numel()
-        ]
-        self._staged += staged
-        self._ends[sender, dtype] = found.end
+        if found.changes is not None:
+            self._check_base(pair, end, found, found.changes)
+            staged = _settled(end, found.changes, frame)
+        else:
+            staged = _Staged(start=found.span.begin, value=_own(found.whole, frame), pos=None)
+        if staged.value.numel():
+            self._staged.setdefault(key, []).append(staged)
+        self._stops[key] = found.span.end
 
-    def _check_base(self, found: Unpacked, guard: Guard, regions: Sequence[Region]) -> None:
-        """Compare what is going to be replaced with what the sender knows of it."""
-        first, totals = 0, []
-        for window, change in zip(found.windows, found.changes, strict=True):
-            totals.append(self._old_digest(regions[window.region], window, change, guard, first))
-            first += 0 if change.index is None else change.index.numel()
-        live = [int(total) for total in totals]
-        pairs = zip(live, guard.digests.tolist(), found.windows, strict=True)
-        drifted = {regions[window.region].name: None for here, told, window in pairs if here != told}
-        if drifted:
-            self.has_drifted = True
-            names = ", ".join([*drifted][:_MAX_NAMED]) + (", ..." if len(drifted) > _MAX_NAMED else "")
-            raise DriftError(
-                f"live weights are not those of version {self._decision.base} any more: {names}. Something "
-                "else wrote to them; the next update is a full sync"
-            )
-
-    def _old_digest(
-        self, region: Region, window: Window, change: RegionChange, guard: Guard, first: int
-    ) -> torch.Tensor:
-        index = change.index
-        if index is None:
-            return torch.zeros((), dtype=torch.int64)
-        return old_digest(
-            index,
-            lambda here: self._old(region, index[here] + window.start).cpu(),
-            lambda here: guard.stated(first + here.start, first + here.stop),
-            compiled=pays_to_compile(index.device, self._session.plan.full_bytes),
-        )
-
-    def finish(self) -> list[StagedChange]:
-        """All that was staged.
+    def finish(self) -> None:
+        """Refuse to go on if the last frames of a sender did not come.
 
         Raises:
-            MissingFrameError: the last frames of a sender did not come.
-
-        Collective: no.
+            MissingFrameError: names where they end.
         """
-        for (sender, dtype), end in self._ends.items():
-            regions = self._session.plan.between(sender, self._session.comm.seat, dtype)
-            check_complete(end, [region.numel for region in regions])
-        return self._staged
+        for key, stop in self._stops.items():
+            check_complete(stop, self._session.met.plan.pairs[key].numel)
 
-    def _stage(
-        self, region: Region, window: Window, change: RegionChange, frame: torch.Tensor
-    ) -> StagedChange:
-        storage = change.value.untyped_storage()
-        if storage.data_ptr() == frame.untyped_storage().data_ptr():
-            change = replace(change, value=change.value.clone())
-        if change.index is None:
-            return StagedChange(region=region, start=window.start, change=change)
-        change.index.add_(window.start)
-        found = replace(change, numel=region.numel)
-        return StagedChange(region=region, start=0, change=self._settle(region, found))
+    def write(self) -> int:
+        """Write all that was staged. Returns the elements written."""
+        written = 0
+        for key, staged in self._staged.items():
+            for pos, value in (piece for one in staged for piece in one.pieces()):
+                self._ends[key].scatter(pos, value)
+                written += value.numel()
+        return written
+
+    def keys(self) -> Iterator[Key]:
+        """The lines of which something was staged."""
+        return iter(self._staged)
+
+    def live(self, key: Key) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """What the live weights of one line hold at the elements that were written."""
+        for pos, _ in (piece for one in self._staged[key] for piece in one.pieces()):
+            yield pos, self._ends[key].gather(pos)
+
+    def _check_base(self, pair: Pair, end: LineEnd, found: Unpacked, changes: Changes) -> None:
+        """Compare what is going to be replaced with what the sender knows of it."""
+        if found.guard is None or found.guard.holds(changes.pos, end.gather, compiled=self._compiled):
+            return
+        self.has_drifted = True
+        raise DriftError(
+            f"live weights are not those of version {self._decision.base} any more, in one or more of: "
+            f"{self._name(pair, changes.pos)}. Something else wrote to them; the next update is a full sync"
+        )
+
+
+def _settled(end: LineEnd, changes: Changes, frame: torch.Tensor) -> _Staged:
+    settled = settle(replace(changes, value=_own(changes.value, frame)), end.gather)
+    return _Staged(start=0, value=_own(settled.value, frame), pos=settled.pos)
+
+
+def _own(value: torch.Tensor | None, frame: torch.Tensor) -> torch.Tensor:
+    """Values in memory of their own, so that the frame can go."""
+    if value is None:
+        return torch.empty(0)
+    shares = value.untyped_storage().data_ptr() == frame.untyped_storage().data_ptr()
+    return value.clone() if shares else value

@@ -6,20 +6,24 @@ import uuid
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
-from awex_delta.conversion.routes import Route, Router, find_routes, param_specs
+from awex_delta.conversion.routes import Route, find_routes
 from awex_delta.detection.slices import Detection
-from awex_delta.errors import LockstepError
-from awex_delta.plan.describe import TrainerSpec, World
+from awex_delta.plan.describe import TrainerColumns, TrainerSpec, dtype_name
+from awex_delta.plan.rank import Plan
+from awex_delta.plan.world import World
 from awex_delta.protocol.agreement import Proposal
 from awex_delta.protocol.comm import Comm
 from awex_delta.protocol.ledger import TrainerLedger
+from awex_delta.protocol.outgoing import Outgoing
 from awex_delta.protocol.rendezvous import Rendezvous
 from awex_delta.protocol.session import Session
 from awex_delta.protocol.verdict import Reason
 from awex_delta.settings.agreed import DeltaSettings
 from awex_delta.trainers.view import TrainerView
+from awex_delta.wire.context import numba_is_installed
 
 
 class TrainerEnd:
@@ -34,8 +38,7 @@ class TrainerEnd:
         *,
         on_phase: Callable[[str], None] | None,
         device: torch.device | None = None,
-        complete: Callable[[World], World] | None = None,
-        plan_seat: int | None = None,
+        plan: Callable[[World], Plan] | None = None,
     ) -> None:
         """Check what can be checked alone; nothing is opened.
 
@@ -46,24 +49,20 @@ class TrainerEnd:
             settings: as resolved.
             on_phase: called as each local phase begins; what it raises counts as a failure there.
             device: where the weights live, None for the CPU.
-            complete: adds to the world what has no seat, such as a folder that is written to.
-            plan_seat: this rank's number in the plan, where that is not its seat in the rendezvous.
+            plan: plans this rank's transfers, if they do not go to the other ranks of the rendezvous.
 
         Raises:
             ConfigError: a rank, the world size or the encoding is not allowed.
-
-        Collective: no.
         """
         self._view = view
         self._rank = trainer_rank
         self._settings = settings
         self._comm = Comm(rendezvous, rendezvous.trainer_seat(trainer_rank), settings, device)
-        self._session = Session(self._comm, settings, self._describe, on_phase, complete)
+        self._session = Session(self._comm, settings, self._describe, on_phase, plan)
         self._ledger = TrainerLedger(run_id=uuid.uuid4().hex)
         self._routes: dict[str, Route] = {}  # found at the first connect
         self._shares_whole = False  # some parameter is owned in parts, but has to be sent whole
-        self._plan_seat = self._comm.seat if plan_seat is None else plan_seat
-        self._bound_router: Router | None = None  # bound at connect
+        self._outgoing: Outgoing | None = None  # bound at connect
 
     @property
     def version(self) -> int | None:
@@ -80,23 +79,22 @@ class TrainerEnd:
         """This rank's seat, for tests and diagnosis."""
         return self._comm
 
-    @property
-    def _router(self) -> Router:
-        if self._bound_router is None:
-            raise LockstepError("nothing can be packed before the ranks have met")
-        return self._bound_router
-
-    def _join(self, purpose: str) -> bool:
-        """Meet the other ranks and bind what follows from their plan. True when it had to be done."""
-        if not self._session.ensure_connected(purpose) and self._bound_router is not None:
-            return False
-        world = self._session.world
-        if world.run_id != self._ledger.run_id:  # rank 0 names the run
-            self._ledger = TrainerLedger(run_id=world.run_id)
-        self._bound_router = Router(self._view, self._routes, self._session.plan, self._plan_seat)
-        params = [param for trainer in world.trainers for param in trainer.params]
-        self._shares_whole = any(p.owners and not all(o.sparse for o in p.outputs) for p in params)
-        return True
+    def _join(self, purpose: str) -> Outgoing:
+        """Meet the other ranks if that is due; the lines that this rank sends."""
+        if not self._session.ensure_connected(purpose) and self._outgoing is not None:
+            return self._outgoing
+        met = self._session.met
+        if met.world.run_id != self._ledger.run_id:  # rank 0 names the run
+            self._ledger = TrainerLedger(run_id=met.world.run_id)
+        self._shares_whole = any(
+            bool(trainer.owners[param]) and not sparse
+            for trainer in met.world.trainers
+            for param, sparse in zip(
+                trainer.layout.params.tolist(), trainer.layout.sparse.tolist(), strict=True
+            )
+        )
+        self._outgoing = Outgoing(self._view, self._routes, met.plan)
+        return self._outgoing
 
     def _detect(self, version: int) -> Detection:
         """What changed, or this rank's reason for a full sync. Never raises for a local cause."""
@@ -120,17 +118,41 @@ class TrainerEnd:
             owned=detection.num_owned,
         )
 
-    def _describe(self, agreed: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _describe(self, agreed: Mapping[str, Any]) -> TrainerSpec:
         if not self._routes:
-            self._routes = find_routes(self._view, self._rank)
-        layout = self._view.layout()
+            self._routes = find_routes(self._view)
+        layout, infos = self._view.layout(), [route.info for route in self._routes.values()]
         return TrainerSpec(
             rank=self._rank,
             run_id=self._ledger.run_id,
             agreed=dict(agreed),
+            context=numba_is_installed(),
             architecture=layout.architecture,
             rank_info=dict(layout.rank_info),
             vocab_size=layout.vocab_size,
             tied_embeddings=layout.tied_embeddings,
-            params=param_specs(self._routes, with_ranges=self._session.uses_context),
-        ).model_dump(mode="json")
+            owners=tuple(info.owners for info in infos),
+            owned=np.array([[i.owned_start, i.owned_stop] for i in infos], np.int64).reshape(-1, 2).T,
+            layout=_columns(self._routes),
+        )
+
+
+def _columns(routes: Mapping[str, Route]) -> TrainerColumns:
+    """The layout of this rank: its parameters, what they convert to, and where their elements go."""
+    outputs = [(place, output) for place, route in enumerate(routes.values()) for output in route.outputs]
+    moves = [move for route in routes.values() for move in route.relocations or [None] * len(route.outputs)]
+    runs = [
+        np.stack([np.full(move.src.numel(), number), move.src.numpy(), move.dst.numpy(), move.length.numpy()])
+        for number, move in enumerate(moves)
+        if move is not None
+    ]
+    return TrainerColumns(
+        keys=tuple(routes),
+        numels=np.array([torch.Size(r.info.shape).numel() for r in routes.values()], np.int64),
+        params=np.array([place for place, _ in outputs], np.int64),
+        names=tuple(output.name for _, output in outputs),
+        shapes=tuple(output.shape for _, output in outputs),
+        dtypes=tuple(dtype_name(output.dtype) for _, output in outputs),
+        sparse=np.array([output.sparse for _, output in outputs], bool),
+        runs=np.concatenate([np.zeros((4, 0), np.int64), *runs], axis=1).astype(np.int64),
+    )

@@ -1,35 +1,32 @@
 """Do the engines hold what the trainers have? Digests of both, compared before an update commits.
 
-A *unit* is what is compared: the part of one HF tensor on one engine rank that one shard of the trainers
-covers, the same in deltas and in full syncs. Trainers hash the values that they own or send, wherever they
-are; an engine reads its live weights back after all writes, and hashes those. Every rank adds the digests of
-its units up for each engine rank, engines with a minus sign, so that each sum over all ranks is zero where
-contents are equal. Nothing is kept from one update to the next.
+A digest sums hashes of (position in the pair's line, bits). Trainers hash the values that they own or send;
+an engine reads its live weights back after all writes, and hashes those. Every rank adds the digests of its
+lines up for each engine rank, engines with a minus sign, so that each sum over all ranks is zero if contents
+are equal. Sums by tensor are taken only after a mismatch, to name it. Nothing is kept between updates.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from enum import StrEnum
 
 import torch
-from awex.transfer.transfer_plan import TransferPlan
 
-from awex_delta.conversion.routes import Frames
 from awex_delta.errors import LockstepError, VerificationError
-from awex_delta.lines.geometry import Box
-from awex_delta.lines.storages import gather_from
-from awex_delta.plan.pairs import Plan, Region
+from awex_delta.lines.space import Space
+from awex_delta.plan.pairs import Pair, engine_line
 from awex_delta.protocol.agreement import Decision
 from awex_delta.protocol.session import Session, Stopwatch
 from awex_delta.protocol.verdict import Kind
 from awex_delta.settings.agreed import DeltaSettings
-from awex_delta.wire.codec import RegionChange
-from awex_delta.wire.digest import MODULUS, pays_to_compile, salt_of, sum_at, sum_whole
+from awex_delta.wire.digest import MODULUS, as_unsigned, pays_to_compile, signed, sum_at, sums_by_group
 
-_MAX_NAMED = 8  # units that an error names
+_MAX_NAMED = 8  # tensors that an error names
+
+Content = Callable[[], Iterable[tuple[torch.Tensor, torch.Tensor]]]
+"""Gives elements of a pair's line, some at a time: positions int64 [k], and values [k] on the same device."""
 
 
 class Scope(StrEnum):
@@ -46,8 +43,6 @@ def scope_of(settings: DeltaSettings, decision: Decision) -> Scope:
     Args:
         settings: those that all ranks agreed on.
         decision: of this update. A full sync writes every element, so every element is touched.
-
-    Collective: no.
     """
     if not settings.enabled or settings.verify == Scope.OFF:
         return Scope.OFF
@@ -55,24 +50,6 @@ def scope_of(settings: DeltaSettings, decision: Decision) -> Scope:
     if decision.verdict.kind is Kind.FULL or due:
         return Scope.FULL
     return Scope(settings.verify)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Unit:
-    """One engine rank's part of one HF tensor, or what one trainer shard covers of it."""
-
-    receiver: int
-    name: str
-    target: Box
-
-    @property
-    def salt(self) -> int:
-        """Sets this unit apart from others, also from another part of the same tensor."""
-        return salt_of(f"{self.name}@{','.join(map(str, self.target.start))}")
-
-    def __str__(self) -> str:
-        ranges = (f"{a}:{a + n}" for a, n in zip(self.target.start, self.target.shape, strict=True))
-        return f"{self.name} [{', '.join(ranges)}]"
 
 
 class Verifier:
@@ -91,52 +68,27 @@ class Verifier:
         self._watch = watch
         self._version = decision.version
         self._is_engine = session.comm.seat < session.comm.rendezvous.num_engine_ranks
-        self._found: list[tuple[Unit, torch.Tensor]] = []
+        self._contents: list[tuple[Pair, Content]] = []
+        self._sums: dict[int, int] = {}  # by line: engines of one layout get the same from one trainer rank
 
-    def sent(self, frames: Frames) -> None:
-        """A trainer rank's part where touched elements are compared: what its frames hold. Collective: no."""
-        if self.scope is Scope.TOUCHED:
-            plan, seat = self._session.plan, self._session.comm.seat
-            self._run(
-                lambda: self._add_changes(
-                    pair
-                    for (receiver, dtype), changes in frames.items()
-                    for pair in zip(plan.between(seat, receiver, dtype), changes, strict=True)
-                )
-            )
-
-    def owned(self, found: Iterable[tuple[Region, RegionChange]]) -> None:
-        """A trainer rank's part of a delta where everything is compared. Collective: no.
+    def add(self, scope: Scope, pair: Pair, content: Content) -> None:
+        """Take the digest of what this rank holds of one line, if this update compares so much.
 
         Args:
-            found: all elements that the rank speaks for; not asked for where they are not compared.
+            scope: what `content` gives: the elements that this update touches, or all of the line.
+            pair: the line.
+            content: reads them; an engine's live weights, once they are written. Asked again, before the next
+                update, if a mismatch has to be named.
         """
-        if self.scope is Scope.FULL:
-            self._run(lambda: self._add_changes(found))
-
-    def written(
-        self, targets: Mapping[str, torch.Tensor], staged: Sequence[tuple[Region, RegionChange]]
-    ) -> None:
-        """An engine rank's part of a delta: its live weights, to be read after all writes. Collective: no.
-
-        Args:
-            targets: live tensors by HF name.
-            staged: what was written; only the positions are used.
-        """
-        if self.scope is Scope.TOUCHED:
-            self._run(lambda: self._add_live(targets, staged))
-        else:
-            self.dense(targets, self._session.plan.dense_plan(self._session.comm.seat, sending=False))
-
-    def dense(self, tensors: Mapping[str, torch.Tensor], plan: TransferPlan) -> None:
-        """A rank's part of a full sync: all that it sent, or all that it holds. Collective: no.
-
-        Args:
-            tensors: by HF name, a trainer rank's converted ones or an engine rank's live ones.
-            plan: this rank's operations.
-        """
-        if self.scope is Scope.FULL:
-            self._run(lambda: self._add_all(tensors, plan))
+        if scope is not self.scope:
+            return
+        self._contents.append((pair, content))
+        if pair.digest in self._sums and not self._is_engine:
+            return
+        total, failure = self._session.attempt("verify", lambda: self._sum(pair, content))
+        self._sums[pair.digest] = (self._sums.get(pair.digest, 0) + (total or 0)) % MODULUS
+        self.failure = self.failure or failure
+        self._watch.lap("digest")
 
     def agree(self) -> None:
         """Compare the digests of all ranks.
@@ -149,10 +101,13 @@ class Verifier:
         """
         if self.scope is Scope.OFF:
             return
-        sums, comm = self._sums(), self._session.comm
+        comm = self._session.comm
         folded = [0] * comm.rendezvous.num_engine_ranks
-        for unit, total in sums.items():
-            folded[unit.receiver] = (folded[unit.receiver] + total) % MODULUS
+        if self._is_engine:
+            folded[comm.seat] = -sum(self._sums.values()) % MODULUS
+        else:
+            for pair, _ in self._contents:
+                folded[pair.receiver] = (folded[pair.receiver] + self._sums[pair.digest]) % MODULUS
         row = b"".join(total.to_bytes(8, "little") for total in folded)
         phase = f"verify of version {self._version}"
         rows = comm.gather(row, width=len(row) + 4, phase=phase)
@@ -162,96 +117,57 @@ class Verifier:
             if sum(int.from_bytes(row[8 * engine : 8 * engine + 8], "little") for row in rows) % MODULUS
         ]
         if wrong:
-            self._name_tensors(sums, wrong, f"tensors in {phase}")
+            self._name_tensors(wrong, f"tensors in {phase}")
         self._watch.lap("verify")
 
-    def _name_tensors(self, sums: Mapping[Unit, int], wrong: list[int], phase: str) -> None:
-        units = _units_of(self._session.plan, wrong)
-        mine = [sums.get(unit, 0) for unit in units]
+    def _sum(self, pair: Pair, content: Content) -> int:
+        total: torch.Tensor | None = None
+        for pos, value in content():
+            compiled = pays_to_compile(value.device, self._session.met.full_bytes)
+            here = sum_at(pos, value, pair.digest, compiled=compiled)
+            total = here if total is None else total + here
+        return 0 if total is None else as_unsigned(total)
+
+    def _name_tensors(self, wrong: Sequence[int], phase: str) -> None:
+        engines = self._session.met.world.engines
+        lines = {engine: engine_line(engines[engine].layout) for engine in wrong}
+        mine = {str(engine): self._sums_by_tensor(engine, line) for engine, line in lines.items()}
         rows = self._session.comm.gather_json(mine, phase=phase)
-        for seat, row in enumerate(rows):
-            whole = isinstance(row, list) and all(type(total) is int for total in row)
-            if not whole or len(row) != len(units):
-                place = self._session.comm.rendezvous.place(seat)
-                raise LockstepError(f"{place} sent no digests in phase {phase!r}")
-        differ = [
-            unit for unit, totals in zip(units, zip(*rows, strict=True), strict=True) if sum(totals) % MODULUS
-        ]
+        differ: dict[int, list[str]] = defaultdict(list)
+        for engine, line in lines.items():
+            sums = [0] * len(line.names)
+            for seat, row in enumerate(rows):
+                told = row.get(str(engine)) if isinstance(row, dict) else None
+                if not isinstance(told, list) or len(told) != len(sums):
+                    place = self._session.comm.rendezvous.place(seat)
+                    raise LockstepError(f"{place} sent no digests in phase {phase!r}")
+                sums = [total + int(one) for total, one in zip(sums, told, strict=True)]
+            names = zip(line.names, sums, strict=True)
+            differ[engine] = [name for name, total in names if total % MODULUS]
         raise VerificationError(_explanation(self._version, differ))
 
-    def _run(self, work: Callable[[], object]) -> None:
-        _, failure = self._session.attempt("verify", work)
-        self.failure = self.failure or failure
-        self._watch.lap("digest")
-
-    def _add_changes(self, found: Iterable[tuple[Region, RegionChange]]) -> None:
-        for region, change in found:
-            if change.value.numel():
-                self._add(_unit_of(region), change.index, change.value)
-
-    def _add_live(
-        self, targets: Mapping[str, torch.Tensor], staged: Sequence[tuple[Region, RegionChange]]
-    ) -> None:
-        whole = {region for region, change in staged if change.index is None and change.value.numel()}
-        for region in whole:  # once, in however many pieces it came
-            self._add(_unit_of(region), None, targets[region.name][region.target.slices])
-        for region, change in staged:
-            target = targets[region.name][region.target.slices]
-            if change.index is not None and change.index.numel():
-                index = change.index.to(target.device)
-                self._add(_unit_of(region), index, gather_from(target, index))
-
-    def _add_all(self, tensors: Mapping[str, torch.Tensor], plan: TransferPlan) -> None:
-        for op in (op for ops in plan.operations.values() for op in ops):
-            target = Box(start=tuple(op.recv_offset), shape=tuple(op.overlap_shape))
-            here = target if self._is_engine else replace(target, start=tuple(op.send_offset))
-            unit = Unit(receiver=op.recv_rank, name=op.send_shard_meta.name, target=target)
-            self._add(unit, None, tensors[unit.name].detach()[here.slices])
-
-    def _add(self, unit: Unit, index: torch.Tensor | None, value: torch.Tensor) -> None:
-        compiled = pays_to_compile(value.device, self._session.plan.full_bytes)
-        if index is None:
-            total = sum_whole(value, unit.salt, compiled=compiled)
-        else:
-            total = sum_at(index, value, unit.salt, compiled=compiled)
-        self._found.append((unit, total))
-
-    def _sums(self) -> dict[Unit, int]:
-        """Digest of each unit, of an engine with a minus sign. Waits for each device once."""
-        by_device: dict[torch.device, list[tuple[Unit, torch.Tensor]]] = defaultdict(list)
-        for unit, total in self._found:
-            by_device[total.device].append((unit, total))
-        sums: dict[Unit, int] = defaultdict(int)
+    def _sums_by_tensor(self, engine: int, line: Space) -> list[int]:
+        """This rank's digests of the tensors of one engine rank."""
+        totals = torch.zeros(len(line.names), dtype=torch.int64)
+        for pair, content in self._contents:
+            if pair.receiver != engine:
+                continue
+            tensor_of_box = torch.searchsorted(line.starts, pair.stored.target, right=True) - 1
+            salts = torch.full_like(totals, signed(pair.digest))
+            for pos, value in content():
+                box = torch.searchsorted(pair.stored.source, pos.cpu(), right=True) - 1
+                totals += sums_by_group(pos.cpu(), value.cpu(), salts, tensor_of_box[box])
         sign = -1 if self._is_engine else 1
-        for found in by_device.values():
-            totals = torch.stack([total for _, total in found]).tolist()
-            for (unit, _), total in zip(found, totals, strict=True):
-                sums[unit] = (sums[unit] + sign * total) % MODULUS
-        return sums
+        return [sign * total % MODULUS for total in totals.tolist()]
 
 
-def _unit_of(region: Region) -> Unit:
-    return Unit(receiver=region.receiver, name=region.name, target=region.target)
-
-
-def _units_of(plan: Plan, receivers: list[int]) -> list[Unit]:
-    """All units of some engine ranks, in one order on all ranks."""
-    units = {
-        _unit_of(region)
-        for regions in plan.regions.values()
-        for region in regions
-        if region.receiver in receivers
-    }
-    return sorted(units, key=lambda unit: (unit.receiver, unit.name, unit.target.start))
-
-
-def _explanation(version: int, differ: list[Unit]) -> str:
-    by_engine: dict[int, list[str]] = defaultdict(list)
-    for unit in differ[:_MAX_NAMED]:
-        by_engine[unit.receiver].append(str(unit))
-    named = "; ".join(f"engine rank {rank}: {', '.join(names)}" for rank, names in by_engine.items())
-    more = f" and {len(differ) - _MAX_NAMED} more" if len(differ) > _MAX_NAMED else ""
+def _explanation(version: int, differ: Mapping[int, Sequence[str]]) -> str:
+    named = "; ".join(
+        f"engine rank {rank}: {', '.join(names[:_MAX_NAMED])}"
+        + (f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else "")
+        for rank, names in differ.items()
+    )
     return (
         f"version {version} was given up: live weights differ from the trainer's after the writes, "
-        f"{named}{more}. The next update is a full sync"
+        f"{named}. The next update is a full sync"
     )

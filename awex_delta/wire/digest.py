@@ -136,6 +136,34 @@ def sum_at(
     return total
 
 
+def sums_by_group(
+    index: torch.Tensor, value: torch.Tensor, salts: torch.Tensor, group: torch.Tensor
+) -> torch.Tensor:
+    """The digests of single elements in groups, left on their device.
+
+    Args:
+        index, value: see `sum_at`.
+        salts: int64 [g], of each group.
+        group: int64 [n], which group each element belongs to.
+
+    Returns:
+        int64 [g], as `sum_whole`.
+    """
+    totals = torch.zeros_like(salts)
+    piece, start = _EAGER_PIECE if value.device.type == "cpu" else _DEVICE_PIECE, 0
+    for bits in _flat_pieces(value.detach(), piece):
+        here = slice(start, start + bits.numel())
+        totals.index_add_(0, group[here], _mixed_in_place(index[here], bits, salts[group[here]]))
+        start += bits.numel()
+    return totals
+
+
+def signed(value: int) -> int:
+    """A whole number below 2^64 as the int64 of the same bits."""
+    value %= MODULUS
+    return value - MODULUS if value >= MODULUS // 2 else value
+
+
 def as_unsigned(total: torch.Tensor) -> int:
     """A digest that was left on a device, as a whole number below 2^64. Waits for the device."""
     return int(total) % MODULUS
@@ -156,8 +184,7 @@ def _flat_pieces(tensor: torch.Tensor, piece: int) -> Iterator[torch.Tensor]:
 
 
 def _scalar(value: int, device: torch.device) -> torch.Tensor:
-    value %= MODULUS
-    return torch.tensor(value - MODULUS if value >= MODULUS // 2 else value, device=device)
+    return torch.tensor(signed(value), device=device)
 
 
 def _mix_and_sum(
@@ -174,7 +201,13 @@ def _mix_and_sum(
 def _mix_and_sum_in_place(
     index: torch.Tensor, bits: torch.Tensor, key: torch.Tensor, counts: torch.Tensor | None
 ) -> torch.Tensor:
-    """As `_mix_and_sum`, with two temporaries in all: what eager execution does fastest."""
+    """As `_mix_and_sum`, as eager execution does it fastest."""
+    mixed = _mixed_in_place(index, bits, key)
+    return mixed.sum() if counts is None else mixed.mul_(counts).sum()
+
+
+def _mixed_in_place(index: torch.Tensor, bits: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """One splitmix64 output an element, int64 [n], with two temporaries in all."""
     mixed = torch.add(key, index, alpha=_GOLDEN).add_(bits)
     shifted = torch.empty_like(mixed)
     for shift, multiplier in zip(_SHIFTS, (*_MULTIPLIERS, None), strict=True):
@@ -182,7 +215,7 @@ def _mix_and_sum_in_place(
         mixed ^= shifted.bitwise_and_(_low_bits(64 - shift))
         if multiplier is not None:
             mixed *= multiplier
-    return mixed.sum() if counts is None else mixed.mul_(counts).sum()
+    return mixed
 
 
 def _low_bits(count: int) -> int:

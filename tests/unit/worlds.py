@@ -143,6 +143,7 @@ def _trainer(
         rank=rank,
         run_id="a" * 32,
         agreed={},
+        context=False,
         architecture="Qwen3MoeForCausalLM",
         rank_info=rank_info(rank, world, tp, ep),
         vocab_size=model.vocab,
@@ -302,7 +303,7 @@ def _engine(
         global_offsets=tuple(p[2] for p in parts),
         tied_to=("",) * len(parts),
     )
-    spec = EngineSpec(rank=seat, engine=engine, agreed={}, layout=columns)
+    spec = EngineSpec(rank=seat, engine=engine, agreed={}, context=False, layout=columns)
     return Rank(spec=spec, numbers={"line": np.concatenate([p[1].reshape(-1) for p in parts])})
 
 

@@ -1,0 +1,69 @@
+"""One rank's end of a pair's line: the memory in which the elements of the line lie."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from awex_delta.lines.boxes import Boxes, BoxMap
+from awex_delta.lines.storages import Storages
+
+
+class LineEnd:
+    """Reads and writes elements by their positions in the pair's line."""
+
+    def __init__(self, boxes: Boxes, storages: Callable[[], Storages], dtype: torch.dtype) -> None:
+        """Nothing is read yet.
+
+        Args:
+            boxes: from the pair's line to this rank's own line.
+            storages: the memory behind this rank's own line, as it is now.
+            dtype: of the pair's line; what lies in memory in another dtype is cast when it is read.
+        """
+        self._map = BoxMap(boxes)
+        self._storages = storages
+        self._dtype = dtype
+
+    def gather(self, pos: torch.Tensor) -> torch.Tensor:
+        """The values at some positions.
+
+        Args:
+            pos: int64 [n], ascending, on any device.
+
+        Returns:
+            [n] on the device of `pos`, a copy.
+        """
+        storages = self._storages()
+        there, pick = self._map.map(pos.to(storages.device))
+        values = torch.empty(pos.numel(), dtype=self._dtype, device=storages.device)
+        values[pick] = storages.gather(there, self._dtype)
+        return values.to(pos.device)
+
+    def scatter(self, pos: torch.Tensor, value: torch.Tensor) -> None:
+        """Overwrite the values at some positions.
+
+        Args:
+            pos: int64 [n], ascending, on any device.
+            value: [n] in the dtype of the line, on any device.
+
+        Raises:
+            LayoutError: memory has another dtype.
+        """
+        storages = self._storages()
+        there, pick = self._map.map(pos.to(storages.device))
+        storages.scatter(there, value.to(storages.device)[pick])
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        """The values at positions `start` up to `stop`: [stop - start] on the CPU."""
+        return self.gather(torch.arange(start, stop, device=self._storages().device)).cpu()
+
+    def blocks(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """All elements, some million at a time, in the order of memory.
+
+        Yields:
+            Positions int64 [k] and values [k], on the device of the memory.
+        """
+        storages = self._storages()
+        for there, pos in self._map.everything(storages.device):
+            yield pos, storages.gather(there, self._dtype)

@@ -1,0 +1,134 @@
+"""How ranks that have met learn of each other: descriptions, then one plan a rank, compared at both ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from awex_delta.errors import ConnectError, LayoutError, LockstepError, OwnershipError
+from awex_delta.plan.announce import Announced, announced, dump_failure, dump_spec, load_layout
+from awex_delta.plan.describe import WIRE_DTYPES, Spec, dtype_name
+from awex_delta.plan.pairs import Pair
+from awex_delta.plan.rank import Plan
+from awex_delta.plan.world import World, make_world
+from awex_delta.protocol.comm import Comm
+
+_CONNECT_ERRORS = {kind.__name__: kind for kind in (ConnectError, LayoutError, OwnershipError)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Met:
+    """What all ranks agreed on.
+
+    world: all descriptions.
+    plan: this rank's own transfers.
+    context: every rank has what encodings need that read the weights.
+    dtypes: the wire dtypes of all lines, sorted by name: one round each.
+    full_bytes: payload of a full sync over all ranks.
+    limits: elements of each line, by sender, receiver and dtype: more frames it cannot need.
+    """
+
+    world: World
+    plan: Plan
+    context: bool
+    dtypes: tuple[torch.dtype, ...]
+    full_bytes: int
+    limits: Mapping[tuple[int, int, torch.dtype], int]
+
+
+def meet(
+    comm: Comm, describe: Callable[[], Spec], make_plan: Callable[[World], Plan], *, paired: bool
+) -> Met:
+    """Exchange descriptions, plan this rank's transfers, and compare each line at both of its ends.
+
+    Args:
+        comm: connected.
+        describe: gives this rank's description.
+        make_plan: plans this rank's transfers.
+        paired: the lines lead to other ranks of the world, which compute them, too.
+
+    Raises:
+        ConnectError: a rank cannot describe itself, or ranks do not fit together. The same on all ranks.
+        LockstepError: ranks computed different lines.
+        PeerError: a rank did not answer.
+
+    Collective: yes, over all transfer ranks.
+    """
+    specs = _exchange(comm, describe)
+    num_engines = comm.rendezvous.num_engine_ranks
+    word: dict[str, Any]
+    plan = None
+    try:
+        world = make_world(specs, num_engines)
+        plan = make_plan(world)
+        lines = [_told(peer, pair) for (peer, _), pair in plan.pairs.items()] if paired else []
+        word = {"lines": lines, "bytes": plan.dense_bytes if comm.seat < num_engines or not paired else 0}
+    except Exception as error:  # noqa: BLE001 - all ranks must hear of it, and raise the same
+        word = {"error": type(error).__name__, "text": str(error)}
+    words = comm.gather_json(word, phase="plan")
+    _raise_first(comm, words)
+    if plan is None:
+        raise LockstepError("this rank has no plan, and nobody was told why")
+    return Met(
+        world=world,
+        plan=plan,
+        context=all(spec.context for spec in specs),
+        dtypes=tuple(WIRE_DTYPES[name] for name in sorted({line[1] for w in words for line in w["lines"]})),
+        full_bytes=sum(one["bytes"] for one in words),
+        limits=_compared(words, num_engines),
+    )
+
+
+def _exchange(comm: Comm, describe: Callable[[], Spec]) -> list[Spec]:
+    """The descriptions of all ranks; each layout is sent by the first rank that has it."""
+    try:
+        mine, layout = dump_spec(describe())
+    except Exception as error:  # noqa: BLE001 - all ranks must hear of it, whatever an adapter raises
+        mine, layout = dump_failure(f"{type(error).__name__}: {error}"), b""
+    told = [announced(seat, blob) for seat, blob in enumerate(comm.gather_bytes(mine, phase="describe"))]
+    place = comm.rendezvous.place
+    failed = [f"{place(seat)}: {one}" for seat, one in enumerate(told) if isinstance(one, str)]
+    if failed:
+        raise ConnectError("; ".join(failed))
+    ranks = [one for one in told if isinstance(one, Announced)]
+    layouts = {}
+    for seat, one in enumerate(ranks):
+        if one.layout not in layouts:
+            blob = comm.broadcast(layout, one.layout_bytes, seat, phase="layouts")
+            layouts[one.layout] = load_layout(one.header.role, blob, one.layout)
+    return [one.complete(layouts) for one in ranks]
+
+
+def _raise_first(comm: Comm, words: Sequence[Mapping[str, Any]]) -> None:
+    """Raise what the first rank says that could not plan; the same on all ranks."""
+    for seat, word in enumerate(words):
+        if "error" in word:
+            kind = _CONNECT_ERRORS.get(word["error"])
+            place = comm.rendezvous.place(seat)
+            raise (kind or ConnectError)(
+                word["text"] if kind else f"{place}: {word['error']}: {word['text']}"
+            )
+
+
+def _compared(
+    words: Sequence[Mapping[str, Any]], num_engines: int
+) -> Mapping[tuple[int, int, torch.dtype], int]:
+    """Elements of each line, which both ends computed alike. Raises LockstepError where they did not."""
+    ends = [{(peer, name): rest for peer, name, *rest in word["lines"]} for word in words]
+    for seat, lines in enumerate(ends):
+        for (peer, name), line in lines.items():
+            if ends[peer].get((seat, name)) != line:
+                raise LockstepError("ranks computed different lines: do all run the same versions?")
+    return {
+        (seat, peer, WIRE_DTYPES[name]): line[0]
+        for seat, lines in enumerate(ends[num_engines:], start=num_engines)
+        for (peer, name), line in lines.items()
+    }
+
+
+def _told(peer: int, pair: Pair) -> list[Any]:
+    """What both ends of a line compare."""
+    return [peer, dtype_name(pair.dtype), pair.numel, pair.whole, f"{pair.digest:016x}"]

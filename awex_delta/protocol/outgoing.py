@@ -1,0 +1,102 @@
+"""What a trainer rank sends: its own line, and from it the lines of its pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+
+from awex_delta.conversion.routes import Route
+from awex_delta.lines.boxes import BoxMap
+from awex_delta.lines.changes import Changes
+from awex_delta.lines.ends import LineEnd
+from awex_delta.lines.storages import Storages
+from awex_delta.plan.pairs import Pair
+from awex_delta.plan.rank import Plan
+from awex_delta.trainers.view import TrainerView, trainer_line
+
+Key = tuple[int, torch.dtype]
+"""Receiver and wire dtype: which of a sender's lines."""
+
+
+class Outgoing:
+    """The lines of one sender. What it reads are the live weights, as they are during one update.
+
+    The sender's line is the trainer's line, then the HF tensors that travel whole, converted when they are
+    first read in an update.
+
+    Attributes:
+        ends: this rank's end of each of its lines.
+    """
+
+    def __init__(self, view: TrainerView, routes: Mapping[str, Route], plan: Plan) -> None:
+        """Make the tables; nothing is read.
+
+        Args:
+            view: the trainer.
+            routes: of all its weights.
+            plan: of this rank.
+        """
+        self._view = view
+        self._routes = routes
+        self._pairs = plan.pairs
+        self._storages: Storages | None = None
+        maps: dict[int, tuple[BoxMap, LineEnd]] = {}
+        for pair in plan.pairs.values():  # engines of one layout share their tables
+            if pair.digest not in maps:
+                end = LineEnd(pair.sent.turned(), self._memory, pair.dtype)
+                maps[pair.digest] = BoxMap(pair.sent), end
+        self._maps = {key: maps[pair.digest][0] for key, pair in plan.pairs.items()}
+        self.ends: Mapping[Key, LineEnd] = {key: maps[pair.digest][1] for key, pair in plan.pairs.items()}
+
+    @property
+    def pairs(self) -> Mapping[Key, Pair]:
+        """The lines."""
+        return self._pairs
+
+    def release(self) -> None:
+        """Let go of the weights at the end of an update: the next one looks at them anew."""
+        self._storages = None
+
+    def changes(self, found: Changes) -> dict[Key, Changes]:
+        """The changes of every line, with values; the same object for engines of one layout.
+
+        Args:
+            found: in the trainer's line.
+        """
+        value = found.value
+        if value is None and found.num_changed:
+            value = self._memory().gather(found.pos, torch.bfloat16)
+        mapped: dict[int, Changes] = {}
+        for key, pair in self._pairs.items():
+            if pair.digest not in mapped:
+                mapped[pair.digest] = _mapped(self._maps[key], replace(found, value=value), pair.dtype)
+        return {key: mapped[pair.digest] for key, pair in self._pairs.items()}
+
+    def counts(self, found: Changes) -> dict[str, int]:
+        """How many elements of each parameter changed, by key; those without changes are left out."""
+        line = trainer_line(route.info for route in self._routes.values())
+        counts = zip(line.names, line.counts(found.pos).tolist(), strict=True)
+        return {key: count for key, count in counts if count}
+
+    def _memory(self) -> Storages:
+        if self._storages is None:
+            sparse = [route.info.key for route in self._routes.values() if route.info.sparse]
+            tensors = [self._view.tensor(key).detach() for key in sparse]
+            for key, route in self._routes.items():
+                if route.relocations is None:
+                    converted = self._view.convert(key, self._view.tensor(key).detach())
+                    route.check(converted)
+                    tensors += [tensor.detach() for _, tensor in converted]
+            self._storages = Storages(tensors)
+        return self._storages
+
+
+def _mapped(table: BoxMap, found: Changes, dtype: torch.dtype) -> Changes:
+    pos, pick = table.map(found.pos)
+    return Changes(
+        pos=pos,
+        code=None if found.code is None else found.code[pick],
+        value=torch.empty(0, dtype=dtype) if found.value is None else found.value[pick].to(dtype),
+    )
