@@ -38,17 +38,17 @@ class Rank:
     def __init__(self, *, layers: int, experts: int, hidden: int, vocab_size: int) -> None:
         """Expert parallel rank 0 of eight; `experts` are its own in each layer."""
         self._shapes = dict(_shapes(layers, experts, hidden, vocab_size))
-        config = Qwen3MoeConfig(
-            vocab_size=vocab_size,
-            hidden_size=hidden,
-            num_hidden_layers=layers,
-            num_attention_heads=HEADS,
-            num_key_value_heads=KV_HEADS,
-            head_dim=HEAD_DIM,
-            num_experts=RANKS * experts,
-            moe_intermediate_size=EXPERT_WIDTH,
-            architectures=["Qwen3MoeForCausalLM"],
-        )
+        settings: dict[str, Any] = {
+            "vocab_size": vocab_size,
+            "hidden_size": hidden,
+            "num_hidden_layers": layers,
+            "num_attention_heads": HEADS,
+            "num_key_value_heads": KV_HEADS,
+            "head_dim": HEAD_DIM,
+            "num_experts": RANKS * experts,
+            "moe_intermediate_size": EXPERT_WIDTH,
+        }
+        config = Qwen3MoeConfig(**settings)
         info: dict[str, Any] = dict.fromkeys(RankInfo.__dataclass_fields__, 0)
         info |= {"tp_size": 1, "pp_size": 1, "ep_size": RANKS, "attn_tp_size": 1, "world_size": RANKS}
         infer = {"infer_atten_tp_size": 1, "device_backend": "cuda", "router_dtype": "bf16"}

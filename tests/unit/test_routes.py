@@ -150,7 +150,7 @@ def test_each_parameter_is_checked_with_bits_of_its_own() -> None:
     values = torch.cat([tensor.view(torch.bfloat16).view(-1) for tensor in checks if not tensor.is_meta])
     assert bool(values.isfinite().all())
     bits = values.view(torch.int16)
-    assert len(bits.unique()) > 6_000
+    assert len(set(bits.tolist())) > 6_000
     assert int((bits == 0).sum()) > 100
     assert int((bits == -(1 << 15)).sum()) > 100
     assert int(((values != 0) & (values.abs() < 1.17e-38)).sum()) > 100, "no subnormals"
@@ -243,15 +243,42 @@ def test_a_converter_that_repeats_its_last_answer_is_found() -> None:
         last: torch.Tensor
 
         def convert(self, key: str, tensor: torch.Tensor) -> Named:
-            if tensor.dtype is torch.bfloat16 and not tensor.is_meta:
-                mine, self.last = tensor, tensor
-                if key == "0/" + ODD:
-                    mine = self.before
-                self.before = mine
-                return super().convert(key, mine)
-            return super().convert(key, tensor)
+            if tensor.is_meta or tensor.dtype is torch.uint8:
+                return super().convert(key, tensor)
+            shown = self.last if key == "0/" + ODD else tensor
+            self.last = tensor
+            return super().convert(key, shown)
 
     assert routes_of(Stale((64, 128), lambda x: x))["0/" + ODD].relocations is None
+
+
+@pytest.mark.parametrize(
+    "otherwise",
+    [
+        pytest.param(lambda name, out: (name + "x", out), id="name"),
+        pytest.param(lambda name, out: (name, out.view(-1)), id="shape"),
+        pytest.param(lambda name, out: (name, out.float()), id="dtype"),
+    ],
+)
+def test_real_outputs_must_be_those_that_were_told_without_data(
+    otherwise: Callable[[str, torch.Tensor], tuple[str, torch.Tensor]],
+) -> None:
+    class Liar(Model):
+        def convert(self, key: str, tensor: torch.Tensor) -> Named:
+            honest = super().convert(key, tensor)
+            if key != "0/" + ODD or tensor.is_meta or tensor.dtype is torch.uint8:
+                return honest
+            return [otherwise(name, out) for name, out in honest]
+
+    routes = routes_of(Liar((64, 128), lambda x: x))
+    assert [key for key, route in routes.items() if route.relocations is None] == ["0/" + ODD]
+
+
+def test_a_default_device_does_not_move_the_proof() -> None:
+    model = Model((64, 128), swap_halves)
+    with torch.device("meta"):
+        routes = routes_of(model)
+    assert runs(routes["0/" + ODD].relocations) == [[[4096, 0, 4096]], [[0, 0, 4096]]]
 
 
 def test_numbers_alone_do_not_make_a_kind() -> None:
