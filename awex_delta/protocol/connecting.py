@@ -103,8 +103,13 @@ def _exchange(comm: Comm, describe: Callable[[], Spec]) -> list[Spec]:
 
 
 def _raise_first(comm: Comm, words: Sequence[Mapping[str, Any]]) -> None:
-    """Raise what the first rank says that could not plan; the same on all ranks."""
-    for seat, word in enumerate(words):
+    """Raise what the first rank says that could not plan; the same on all ranks.
+
+    Trainers are asked first: what they do not own, engines only miss.
+    """
+    num_engines = comm.rendezvous.num_engine_ranks
+    for seat in (*range(num_engines, len(words)), *range(num_engines)):
+        word = words[seat]
         if "error" in word:
             kind = _CONNECT_ERRORS.get(word["error"])
             place = comm.rendezvous.place(seat)
