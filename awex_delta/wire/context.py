@@ -5,9 +5,9 @@ whole span, and count them by exponent; a gap is the number of unchanged weights
 the last change among them. Gaps and steps of one exponent then have a narrow distribution of their own, and
 are packed together.
 
-The sender knows the base: the weight itself where it did not change, the weight less the step where it did.
-Where no step is stated it does not, so such elements travel beside the others with plain positions, and both
-sides leave them out of the walk.
+The sender knows the base: the weight itself if it did not change, the weight less the step if it did. It does
+not know what a change without a step replaces, so such changes travel beside the others with plain positions,
+and both sides leave them out of the walk.
 
     number of groups, int64
     classes         int64 an exponent that occurs: exponent, shift << 8, changes << 16
