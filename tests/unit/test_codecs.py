@@ -79,7 +79,7 @@ def updates(draw: st.DrawFn) -> Update:
 
 
 @pytest.mark.parametrize("codec", ALL, ids=named)
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(given=updates(), begin=st.sampled_from([0, 7, 2**40]))
 def test_any_update_comes_back_bit_for_bit_wherever_its_span_begins(
     codec: Codec, given: Update, begin: int

@@ -149,7 +149,7 @@ def test_live_bytes_are_counted() -> None:
 def test_two_frames_and_the_work_on_one_take_two_buckets(
     codec: Codec, share: float, stated: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("awex_delta.wire.buckets._whole_is_smaller", lambda *_: False)
+    monkeypatch.setattr("awex_delta.wire.buckets._Cutter._whole_is_smaller", lambda *_: False)
     given = example(share, stated)
     unstated = num_unstated(codec, given.changes)
     buckets = cut(given.changes, codec, BF16, NUMEL, BUCKET, unstated=unstated)
