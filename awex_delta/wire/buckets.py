@@ -136,7 +136,7 @@ class _Cutter:
         return int(torch.searchsorted(self.changes.pos, position))
 
     def _size(self, count: int, numel: int) -> int:
-        """The most bytes of a frame with `count` changes among `numel` elements, and half of the work on it."""
+        """The most bytes of a frame of `count` changes among `numel` elements, and half of the work on it."""
         body = self.codec.limit(count, numel, self.dtype)
         guard = 0 if self.unstated is None else guard_limit(min(count, self.unstated))
         return HEADER_BYTES + body + guard + self.codec.work(count, numel, self.dtype) // 2
