@@ -10,7 +10,6 @@ such a bucket take fewer bytes than its changes, they are sent.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -94,57 +93,60 @@ def cut(
     room = frame_bytes(bucket_bytes)
     step = (room - HEADER_BYTES) // dtype.itemsize
     if step < 1:
-        raise _too_small(bucket_bytes)
+        raise _too_small(room)
     starts = range(0, whole_prefix, step)
-    prefix = [Bucket(span=Span(at, min(at + step, whole_prefix)), whole=True) for at in starts]
-    return (*prefix, *_sparse_buckets(changes, codec, dtype, Span(whole_prefix, numel), room, unstated))
+    found = [Bucket(span=Span(at, min(at + step, whole_prefix)), whole=True) for at in starts]
+    cutter = _Cutter(changes=changes, codec=codec, dtype=dtype, room=room, unstated=unstated)
+    begin, first = whole_prefix, cutter.number_at(whole_prefix)
+    while begin < numel:
+        found.append(cutter.next(begin, first, min(begin + MAX_SPAN, numel)))
+        begin, first = found[-1].span.end, found[-1].last
+    return tuple(found)
 
 
-def _sparse_buckets(
-    changes: Changes, codec: Codec, dtype: torch.dtype, rest: Span, room: int, unstated: int | None
-) -> Iterator[Bucket]:
-    """Buckets of the part that travels as changes."""
-    begin, first = rest.begin, _number_at(changes, rest.begin)
-    while begin < rest.end:
-        reach = min(begin + MAX_SPAN, rest.end)
-        count = _number_at(changes, reach) - first
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Cutter:
+    """Cuts the part that travels as changes. See `cut`; room: the most bytes of a frame and half the work."""
 
-        def stop(taken: int, first: int = first, count: int = count, reach: int = reach) -> int:
-            return reach if taken == count else int(changes.pos[first + taken])
+    changes: Changes
+    codec: Codec
+    dtype: torch.dtype
+    room: int
+    unstated: int | None
 
-        def size(taken: int, begin: int = begin) -> int:
-            guard = 0 if unstated is None else guard_limit(min(taken, unstated))
-            return _frame_size(codec, taken, stop(taken) - begin, dtype) + guard
+    def next(self, begin: int, first: int, reach: int) -> Bucket:
+        """The bucket from position `begin` and change `first` on, which ends at `reach` or before."""
+        count = self.number_at(reach) - first
 
-        taken = bisect_right(range(1, count + 1), room, key=size)
-        if size(0) > room or (count and not taken):
-            raise _too_small(room)
-        span = Span(begin, stop(taken))
-        here = changes.part(first, first + taken)
-        whole = _whole_is_smaller(codec, here, span.numel, dtype, room)
-        guarded = unstated is not None and not whole
-        yield Bucket(span=span, first=first, last=first + taken, whole=whole, guarded=guarded)
-        begin, first = span.end, first + taken
+        def stop(taken: int) -> int:
+            return reach if taken == count else int(self.changes.pos[first + taken])
 
+        taken = bisect_right(
+            range(1, count + 1), self.room, key=lambda taken: self._size(taken, stop(taken) - begin)
+        )
+        if count and not taken:
+            raise _too_small(self.room)
+        span, last = Span(begin, stop(taken)), first + taken
+        whole = self._whole_is_smaller(self.changes.part(first, last), span.numel)
+        guarded = self.unstated is not None and not whole
+        return Bucket(span=span, first=first, last=last, whole=whole, guarded=guarded)
 
-def _number_at(changes: Changes, position: int) -> int:
-    """How many changes lie before a position."""
-    return int(torch.searchsorted(changes.pos, position))
+    def number_at(self, position: int) -> int:
+        """How many changes lie before a position."""
+        return int(torch.searchsorted(self.changes.pos, position))
 
+    def _size(self, count: int, numel: int) -> int:
+        """The most bytes of a frame of `count` changes among `numel` elements, and half of the work on it."""
+        body = self.codec.limit(count, numel, self.dtype)
+        guard = 0 if self.unstated is None else guard_limit(min(count, self.unstated))
+        return HEADER_BYTES + body + guard + self.codec.work(count, numel, self.dtype) // 2
 
-def _frame_size(codec: Codec, count: int, numel: int, dtype: torch.dtype) -> int:
-    """The most bytes of a frame without guard, with half of the work on it."""
-    if not count:
-        return HEADER_BYTES
-    return HEADER_BYTES + codec.limit(count, numel, dtype) + codec.work(count, numel, dtype) // 2
-
-
-def _whole_is_smaller(codec: Codec, changes: Changes, numel: int, dtype: torch.dtype, room: int) -> bool:
-    """True if all values of a span take fewer bytes than its changes."""
-    whole = numel * dtype.itemsize
-    if changes.num_changed * (_MOST_BYTES_OF_POSITION + dtype.itemsize) <= whole:
-        return False  # so few that nothing needs to be estimated
-    return whole + HEADER_BYTES <= room and whole < codec.size(changes, numel, dtype)
+    def _whole_is_smaller(self, changes: Changes, numel: int) -> bool:
+        """True if all values of a span take fewer bytes than its changes."""
+        whole = numel * self.dtype.itemsize
+        if changes.num_changed * (_MOST_BYTES_OF_POSITION + self.dtype.itemsize) <= whole:
+            return False  # so few that nothing needs to be estimated
+        return whole + HEADER_BYTES <= self.room and whole < self.codec.size(changes, numel, self.dtype)
 
 
 def _too_small(room: int) -> WireError:

@@ -10,24 +10,36 @@ from awex_delta.wire.codec import Codec
 AUTO = "auto"
 """The setting under which the sender chooses for each update."""
 
-WORK_SECONDS: Mapping[str, float] = {
+_WORK_SECONDS: Mapping[str, float] = {
     "indices": 11e-9,
     "gaps": 20e-9,
     "ulp": 43e-9,
     "ulp_zstd": 51e-9,
-    "ulp_context": 150e-9,
+    "ulp_context": 50e-9,
 }
-"""Encoding and decoding one change on one core of a server, in its processor time (docs/en/wire.md)."""
+_WALK_SECONDS = 2.2e-9
 
 MIN_SAMPLE_BYTES = 1 << 20
 """What a transfer must carry to say something about the link; less measures latency."""
 
 
-def expected_bytes(name: str, share: float) -> float:
-    """Bytes a changed bf16 element takes, where changes are spread evenly.
+def expected_seconds(codec: Codec, share: float) -> float:
+    """The work on a changed element: its encoding and decoding on one core of a server (docs/en/wire.md).
+
+    An encoding that needs context walks all weights on both sides, so its work grows as fewer change.
 
     Args:
-        name: a key of WORK_SECONDS.
+        codec: one of the registry.
+        share: changed elements over all elements, in (0, 1].
+    """
+    return _WORK_SECONDS[codec.name] + (_WALK_SECONDS / share if codec.needs_context else 0.0)
+
+
+def expected_bytes(name: str, share: float) -> float:
+    """Bytes that a changed bf16 element takes if changes are spread evenly.
+
+    Args:
+        name: of an encoding of the registry.
         share: changed elements over all elements, in (0, 1].
     """
     if name == "indices":
@@ -49,13 +61,17 @@ def cheapest(codecs: Sequence[Codec], share: float, bytes_per_second: float | No
     Args:
         codecs: those to choose from; one alone needs no other argument.
         share: changed elements over owned elements.
-        bytes_per_second: what this rank's last large transfer ran at; None before the first: then the
-            encoding of the least work.
+        bytes_per_second: what this rank's last large transfer ran at, beside those of the other senders on
+            its link, so that it is this rank's part of the link; None before the first: then the encoding
+            of the least work is taken.
     """
-    known = [codec for codec in codecs if codec.name in WORK_SECONDS]
+    known = [codec for codec in codecs if codec.name in _WORK_SECONDS]
     if len(codecs) == 1 or not known:
         return codecs[0]
     if not share or not bytes_per_second:
-        return min(known, key=lambda codec: WORK_SECONDS[codec.name])
-    rate = bytes_per_second
-    return min(known, key=lambda codec: WORK_SECONDS[codec.name] + expected_bytes(codec.name, share) / rate)
+        return min(known, key=lambda codec: expected_seconds(codec, share or 1.0))
+
+    def seconds(codec: Codec) -> float:
+        return expected_seconds(codec, share) + expected_bytes(codec.name, share) / bytes_per_second
+
+    return min(known, key=seconds)

@@ -119,7 +119,7 @@ def body_room(
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a contiguous tensor as uint8, without a copy where it lies on the CPU."""
+    """The bytes of a contiguous tensor as uint8, without a copy if it lies on the CPU."""
     flat = tensor.detach().cpu().contiguous().view(-1)
     if flat.numel() < 2:  # its stride may be anything
         flat = torch.empty(flat.shape, dtype=flat.dtype).copy_(flat)

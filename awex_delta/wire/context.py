@@ -5,9 +5,9 @@ whole span, and count them by exponent; a gap is the number of unchanged weights
 the last change among them. Gaps and steps of one exponent then have a narrow distribution of their own, and
 are packed together.
 
-The sender knows the base: the weight itself where it did not change, the weight less the step where it did.
-Where no step is stated it does not, so such elements travel beside the others with plain positions, and both
-sides leave them out of the walk.
+The sender knows the base: the weight itself if it did not change, the weight less the step if it did. It does
+not know what a change without a step replaces, so such changes travel beside the others with plain positions,
+and both sides leave them out of the walk.
 
     number of groups, int64
     classes         int64 an exponent that occurs: exponent, shift << 8, changes << 16
@@ -121,7 +121,8 @@ class ContextCodec:
         values.read_into(value[num_stated:].view(torch.uint8))
         check_read([values])
         lower, groups = streams[1:3], streams[_FIXED_STREAMS:]
-        find(classes, lower, groups, blocks(_needed(read), span), pos, value)
+        if num_stated:  # else all are in their place
+            find(classes, lower, groups, blocks(_needed(read), span), pos, value)
         return Changes(pos=pos, value=value)
 
 
@@ -160,9 +161,8 @@ def _walked(changes: Changes, span: Span, read: Read) -> _Found:
     sums, since = np.zeros(NUM_CLASSES, np.int64), np.zeros(4 * NUM_CLASSES, np.int64)
     ends = torch.arange(span.begin + BLOCK, span.end + BLOCK, BLOCK, device=changes.pos.device)
     first = 0
-    for last, (start, weights) in zip(
-        torch.searchsorted(changes.pos, ends).tolist(), blocks(read, span), strict=True
-    ):
+    lasts = torch.searchsorted(changes.pos, ends).tolist() if total else []
+    for last, (start, weights) in zip(lasts, blocks(read, span), strict=False):
         pos, value, code = on_cpu(changes.part(first, last))
         listed = pos.contiguous().numpy(), bits_of(value), code.contiguous().numpy()
         loops.count_gaps(bits_of(weights), start, *listed, since, slot, sums, gaps, steps)

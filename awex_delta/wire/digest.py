@@ -44,9 +44,9 @@ _log = logging.getLogger(__name__)
 
 
 def pays_to_compile(device: torch.device, full_bytes: int) -> bool:
-    """Whether digests on `device` should run compiled, where a full sync has so many bytes.
+    """Whether digests on `device` should run compiled, if a full sync has so many bytes.
 
-    A GPU is fast enough without, and where an engine runs on one its compiler is in use.
+    A GPU is fast enough without, and if an engine runs on one, its compiler is in use.
     """
     return device.type == "cpu" and full_bytes >= 2 * WORTH_COMPILING  # bf16
 
@@ -239,7 +239,7 @@ def _mixer(device_type: str, *, compiled: bool) -> tuple[_Sum, int]:
 
 @functools.cache
 def _compiled(device_type: str) -> _Sum | None:
-    """Compiled once a process; None where that fails."""
+    """Compiled once a process; None if that fails."""
     try:
         function = torch.compile(_mix_and_sum, dynamic=True)
         index = torch.arange(_EAGER_PIECE, device=device_type)

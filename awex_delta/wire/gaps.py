@@ -51,7 +51,7 @@ LEVELS: tuple[Level, ...] = ((torch.uint8, 2**8 - 1), (torch.uint16, 2**16 - 1))
 class GapCodec:
     """The encodings that send gaps.
 
-    steps: send steps where they are stated; otherwise every new value, which is idempotent.
+    steps: send the steps that are stated; False sends every new value, which is idempotent.
     compress: pack each stream by zstd.
     levels: see LEVELS.
     """

@@ -66,26 +66,28 @@ class IndicesCodec:
         if body.numel() != _layout(count, dtype)[1]:
             raise CorruptFrameError(f"{body.numel()} bytes cannot hold {count} changed elements")
         narrow, value = _parts(body, count, dtype)
-        pos = torch.empty(count, dtype=torch.int64).copy_(narrow)
-        _check_positions(pos, span.numel)
-        return Changes(pos=pos.add_(span.begin), value=value)
+        pos, before = torch.empty(count, dtype=torch.int64), -1
+        for piece in slices(count):
+            here = pos[piece].copy_(narrow[piece])
+            before = _checked_last(here, before, span.numel)
+            here += span.begin
+        return Changes(pos=pos, value=value)
 
 
-def _check_positions(pos: torch.Tensor, numel: int) -> None:
-    """Refuse positions in a span that are repeated, out of order or beyond its elements.
+def _checked_last(pos: torch.Tensor, before: int, numel: int) -> int:
+    """The last of some positions in a span, which must ascend from beyond `before` and stay below `numel`.
 
     Raises:
-        CorruptFrameError: names the first of them.
+        CorruptFrameError: names the first that is out of place.
     """
-    for piece in slices(pos.numel()):
-        here = pos[max(piece.start - 1, 0) : piece.stop]
-        bad = here >= numel
-        bad[1:] |= here[1:] <= here[:-1]
-        if bool(bad.any()):
-            raise CorruptFrameError(
-                f"position {int(here[bad][0])} of a span of {numel} elements is out of range, repeated or "
-                "out of order"
-            )
+    first, last = int(pos[0]), int(pos[-1])
+    if before < first and last < numel and bool((pos[1:] > pos[:-1]).all()):
+        return last
+    bad = torch.diff(pos, prepend=torch.tensor([before])) <= 0
+    place = int(pos[bad | (pos >= numel)][0])
+    raise CorruptFrameError(
+        f"position {place} of a span of {numel} elements is out of range, repeated or out of order"
+    )
 
 
 def _layout(count: int, dtype: torch.dtype) -> tuple[int, int]:

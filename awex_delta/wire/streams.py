@@ -33,7 +33,7 @@ class StreamWriter:
         Args:
             out: uint8, at least `streams_limit(limits)`, beginning at a multiple of 8 in its storage.
             limits: the most bytes that each stream will have.
-            compress: pack each by zstd where that makes it smaller.
+            compress: pack each by zstd if that makes it smaller.
         """
         self._out, self._compress = out, compress
         self._directory = 16 * len(limits)
@@ -106,7 +106,7 @@ class StreamReader:
         """The next `count` entries.
 
         Returns:
-            [count]; aliases the body where the stream is not packed.
+            [count]; aliases the body if the stream is not packed.
 
         Raises:
             CorruptFrameError: there are not as many, or what is there cannot be unpacked.

@@ -10,7 +10,6 @@ import torch
 from typer.testing import CliRunner
 
 from awex_delta.cli.main import app
-from awex_delta.wire.codec import RegionChange
 from awex_delta.wire.registry import CODECS
 from benchmarks.wire import STEP, Update, entropy_bytes, measure, simulated
 
@@ -48,12 +47,10 @@ def test_the_command_prints_every_row(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_detection_finds_all_that_the_simulated_step_changed() -> None:
     update = simulated(STEP, 100_000)
-    assert sum(change.numel for change in update.changes) == 100_000
-    for old, new, change in zip(update.before, update.after, update.changes, strict=True):
-        assert change.index is not None
-        missed = old.view(torch.int16) != new.view(torch.int16)
-        missed[change.index] = False
-        assert not missed.any()
+    assert update.num_elements == 100_000
+    missed = update.before.view(torch.int16) != update.after.view(torch.int16)
+    missed[update.changes.pos] = False
+    assert not missed.any()
 
 
 def test_entropy_of_known_symbols() -> None:
@@ -66,15 +63,14 @@ def test_rows_mean_what_they_are_called(monkeypatch: pytest.MonkeyPatch) -> None
     times = cycle([2.0, 4.0])
     monkeypatch.setattr("benchmarks.wire.seconds", lambda _: next(times))
     old = torch.full((16,), 1.0, dtype=torch.bfloat16)
-    index = torch.tensor([3, 7, 11, 15])
+    pos = torch.tensor([3, 7, 11, 15])
     new = old.clone()
-    new.view(torch.int16)[index] += 1
-    change = RegionChange(numel=16, index=index, value=new[index], code=torch.ones(4, dtype=torch.int8))
-    rows = measure("by hand", Update(changes=[change], before=[old], after=[new]), repeats=3)
+    new.view(torch.int16)[pos] += 1
+    rows = measure("by hand", Update.of(pos, torch.ones(4, dtype=torch.int8), old, new), repeats=3)
     assert [row["encoding"] for row in rows] == [*CODECS, "xor_zstd"]
     for row in rows:
         assert (row["scenario"], row["changed_share"]) == ("by hand", 0.25)
         assert (row["encode_changes_per_second"], row["decode_changes_per_second"]) == (2.0, 1.0)
         assert row["entropy_bytes_per_change"] == 0  # all gaps and all steps are equal
-    # A header, one entry of the region table, four positions of 4 bytes and four values of 2.
-    assert rows[0]["bytes_per_change"] == (120 + 8 + 16 + 8) / 4
+    # A header, four positions of 4 bytes and four values of 2.
+    assert rows[0]["bytes_per_change"] == (120 + 16 + 8) / 4

@@ -1,8 +1,7 @@
-"""Long frames are cut: no bucket is larger than the limit, and together they say what one frame would."""
+"""Long lines are cut: no frame is larger than the limit, and together they say what one frame would."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -17,138 +16,103 @@ from awex_delta.errors import (
     StaleFrameError,
     WireError,
 )
-from awex_delta.lines.bits import UNSTATED, step_code
+from awex_delta.lines.bits import UNSTATED
+from awex_delta.lines.changes import Changes
 from awex_delta.lines.storages import read_range, write_range
-from awex_delta.wire.buckets import MIN_BUCKET_BYTES, cut, frame_bytes
-from awex_delta.wire.codec import Codec, Context, RegionChange, settle
-from awex_delta.wire.frame import FrameIdentity, check_complete, pack_frame, unpack_bucket
+from awex_delta.wire.buckets import MIN_BUCKET_BYTES, Bucket, cut, frame_bytes
+from awex_delta.wire.codec import Codec
+from awex_delta.wire.frame import pack_frame
 from awex_delta.wire.pieces import SCRATCH_BYTES
 from awex_delta.wire.registry import CODECS
-from awex_delta.wire.spans import windows_of
-
-BF16 = torch.bfloat16
-IDENTITY = FrameIdentity(
-    run_id="0123456789abcdef" * 2, base_version=4, target_version=5, plan=7, sender=3, receiver=1, dtype=BF16
+from awex_delta.wire.spans import Span
+from tests.unit.line_updates import (
+    BF16,
+    BUCKET,
+    IDENTITY,
+    Update,
+    buckets_of,
+    frames_of,
+    patterns,
+    reader,
+    update,
+    written,
 )
 
 
-def context(weights: torch.Tensor) -> Context:
-    return Context(owned=((0, weights.numel()),), read=lambda start, stop: weights[start:stop])
-
-
-def change(old: torch.Tensor, new: torch.Tensor, index: torch.Tensor) -> RegionChange:
-    after = old.clone()
-    after[index] = new[index]
-    code = step_code(old[index], new[index])
-    code[::7] = UNSTATED
-    return RegionChange(numel=old.numel(), index=index, value=new[index], code=code, context=context(after))
-
-
-def frames_of(codec: Codec, regions: Sequence[RegionChange], bucket_bytes: int) -> list[torch.Tensor]:
-    buckets = cut(regions, codec, BF16, bucket_bytes)
-    return [pack_frame(IDENTITY, codec, bucket.changes(regions), bucket.span) for bucket in buckets]
-
-
-def written(codec: Codec, frames: Sequence[torch.Tensor], olds: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The weights after all frames, written window by window."""
-    numels, end = [old.numel() for old in olds], 0
-    new = [old.clone() for old in olds]
-    for frame in frames:
-        found = unpack_bucket(
-            frame, IDENTITY, [codec], numels, begin=end, contexts=[context(old) for old in olds]
-        )
-        for window, got in zip(found.windows, found.changes, strict=True):
-            target = new[window.region][window.start : window.stop]
-            if got.index is None:
-                target.copy_(got.value)
-            else:
-                base = olds[window.region][window.start : window.stop]
-                target[got.index] = settle(got, base[got.index]).value
-        end = found.end
-    check_complete(end, numels)
-    return new
-
-
-def example(share: float = 0.1) -> tuple[list[RegionChange], list[torch.Tensor], list[torch.Tensor]]:
-    """Regions of several sizes, one of them sent whole: changes, old and new weights."""
+def example(prefix: int = 0, numel: int = 25_000) -> Update:
+    """Every tenth element changed, and all that always travel whole."""
     generator = torch.Generator().manual_seed(0)
-    olds = [torch.randn(n, generator=generator).bfloat16() for n in (1, 5000, 3, 700, 20_000)]
-    news, regions = [], []
-    for place, old in enumerate(olds):
-        index = (torch.rand(old.numel(), generator=generator) < share).nonzero().view(-1)
-        new = old.clone()
-        new[index] = (old[index].float() * 1.01).bfloat16()
-        regions.append(RegionChange(numel=700, value=new) if place == 3 else change(old, new, index))
-        news.append(new)
-    return regions, olds, news
+    old = torch.randn(numel, generator=generator).bfloat16()
+    pos = (torch.rand(numel, generator=generator) < 0.1).nonzero().view(-1)
+    found = update(old, (old.float() * 1.01).bfloat16(), pos[pos >= prefix], unstated=slice(0, None, 19))
+    found.after[:prefix] *= 2
+    return found
 
 
 @pytest.mark.parametrize("codec", CODECS.values(), ids=lambda codec: codec.name)
-@pytest.mark.parametrize("bucket_bytes", [MIN_BUCKET_BYTES, 1500, 4096, 1 << 26])
-def test_buckets_say_what_one_frame_says_and_none_is_too_large(codec: Codec, bucket_bytes: int) -> None:
-    regions, olds, news = example()
-    frames = frames_of(codec, regions, bucket_bytes)
+@pytest.mark.parametrize("bucket_bytes", [MIN_BUCKET_BYTES, 1500, 4096, BUCKET])
+@pytest.mark.parametrize("prefix", [0, 1, 5000, 25_000])
+def test_buckets_say_what_one_frame_says_and_none_is_too_large(
+    codec: Codec, bucket_bytes: int, prefix: int
+) -> None:
+    there = example(prefix)
+    frames = frames_of(codec, there, bucket_bytes, whole_prefix=prefix)
     assert all(frame.numel() <= bucket_bytes for frame in frames)
-    assert (len(frames) == 1) is (bucket_bytes == 1 << 26)
-    for got, want in zip(written(codec, frames, olds), news, strict=True):
-        assert torch.equal(got.view(torch.int16), want.view(torch.int16))
-
-
-@pytest.mark.parametrize("whole", [False, True])
-def test_a_frame_that_just_fits_is_not_cut_and_one_byte_more_is(whole: bool) -> None:
-    weights = torch.randn(4000).bfloat16()
-    index = torch.arange(4000)
-    region = RegionChange(numel=4000, value=weights, index=None if whole else index)
-    (frame,) = frames_of(CODECS["indices"], [region], 1 << 26)
-    least = next(size for size in range(frame.numel(), 1 << 26) if frame_bytes(size) == frame.numel())
-    assert len(frames_of(CODECS["indices"], [region], least)) == 1
-    assert len(frames_of(CODECS["indices"], [region], least - 1)) == 2
+    if bucket_bytes == BUCKET:
+        assert len(frames) == (prefix > 0) + (prefix < there.numel)
+    assert patterns(written(codec, frames, there.old)) == patterns(there.after)
 
 
 @settings(max_examples=40)
 @given(
     name=st.sampled_from(list(CODECS)),
-    numels=st.lists(st.integers(1, 3000), max_size=5),
+    numel=st.integers(1, 6000),
     share=st.sampled_from([0.0, 0.01, 0.5, 1.0]),
     bucket_bytes=st.integers(MIN_BUCKET_BYTES, 6000),
+    prefix=st.integers(0, 6000),
 )
-def test_any_cut_is_lossless(name: str, numels: list[int], share: float, bucket_bytes: int) -> None:
-    olds = [torch.randint(-(2**15), 2**15, (n,), dtype=torch.int16).view(BF16) for n in numels]
-    news = [torch.randint(-(2**15), 2**15, (n,), dtype=torch.int16).view(BF16) for n in numels]
-    regions = []
-    for old, new in zip(olds, news, strict=True):
-        index = (torch.rand(old.numel()) < share).nonzero().view(-1)
-        regions.append(change(old, new, index))
-    frames = frames_of(CODECS[name], regions, bucket_bytes)
+def test_any_cut_is_lossless(name: str, numel: int, share: float, bucket_bytes: int, prefix: int) -> None:
+    old, new = (torch.randint(-(2**15), 2**15, (numel,), dtype=torch.int16).view(BF16) for _ in range(2))
+    prefix = min(prefix, numel)
+    pos = (torch.rand(numel) < share).nonzero().view(-1)
+    there = update(old, new, pos)  # lists changes of the prefix, too, which are not used
+    there.after[:prefix] = new[:prefix]
+    frames = frames_of(CODECS[name], there, bucket_bytes, whole_prefix=prefix)
     assert all(frame.numel() <= bucket_bytes for frame in frames)
-    for got, old, new, region in zip(written(CODECS[name], frames, olds), olds, news, regions, strict=True):
-        want = old.clone()
-        assert region.index is not None
-        want[region.index] = new[region.index]
-        assert torch.equal(got.view(torch.int16), want.view(torch.int16))
+    assert patterns(written(CODECS[name], frames, old)) == patterns(there.after)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_frame_that_just_fits_is_not_cut_and_one_byte_less_cuts_it(whole: bool) -> None:
+    weights = torch.randn(4000).bfloat16()
+    there, prefix = update(weights, -weights, torch.arange(0, 4000, 4)), 4000 if whole else 0
+    (frame,) = frames_of(CODECS["indices"], there, whole_prefix=prefix, guards=False)
+    least = next(size for size in range(frame.numel(), BUCKET) if frame_bytes(size) == frame.numel())
+    for size, count in ((least, 1), (least - 1, 2)):
+        assert len(frames_of(CODECS["indices"], there, size, whole_prefix=prefix, guards=False)) == count
 
 
 @pytest.mark.parametrize("codec", CODECS.values(), ids=lambda codec: codec.name)
 @pytest.mark.parametrize("stretch", [1, 3, 300, 70_000])
 def test_no_body_is_larger_than_its_limit(codec: Codec, stretch: int) -> None:
     """Gaps around every escape, steps of every size, none stated: what takes the most bytes."""
-    for count in (1, 2, 17, 5000):
-        index = torch.arange(count) * stretch + stretch - 1
+    for count in (1, 2, 17, 300 if codec.needs_context and stretch > 300 else 5000):
+        pos, span = torch.arange(count) * stretch + stretch - 1, Span(0, count * stretch)
         value = torch.randint(-(2**15), 2**15, (count,), dtype=torch.int16).view(BF16)
+        weights = torch.zeros(span.numel, dtype=BF16)
         for code in (torch.full((count,), UNSTATED), torch.arange(count) % 255 - 127):
-            region = RegionChange(numel=count * stretch, index=index, value=value, code=code.to(torch.int8))
-            body = codec.encode([region], BF16)
-            assert body.numel() <= codec.limit(count, region.numel, BF16)
+            changes = Changes(pos=pos, value=value, code=code.to(torch.int8))
+            body = codec.encode(changes, span, BF16, read=reader(weights))
+            assert body.numel() <= codec.limit(count, span.numel, BF16)
 
 
 @pytest.mark.parametrize("codec", CODECS.values(), ids=lambda codec: codec.name)
 def test_the_smallest_bucket_holds_a_change(codec: Codec) -> None:
-    old = torch.randn(2**24).bfloat16()
-    index = torch.tensor([1, 2**23, 2**24 - 1])
-    frames = frames_of(codec, [change(old, -old, index)], MIN_BUCKET_BYTES)
-    (got,) = written(codec, frames, [old])
-    assert (got.view(torch.int16) != old.view(torch.int16)).nonzero().view(-1).tolist() == index.tolist()
+    old = torch.zeros(2**23, dtype=BF16)
+    there = update(old, torch.ones(1).bfloat16().expand(2**23), torch.tensor([1, 2**22, 2**23 - 1]))
+    frames = frames_of(codec, there, MIN_BUCKET_BYTES)
     assert all(frame.numel() <= frame_bytes(MIN_BUCKET_BYTES) for frame in frames)
+    assert written(codec, frames, old).nonzero().view(-1).tolist() == [1, 2**22, 2**23 - 1]
 
 
 def test_most_of_a_large_bucket_is_for_the_frame() -> None:
@@ -157,15 +121,53 @@ def test_most_of_a_large_bucket_is_for_the_frame() -> None:
 
 
 def test_a_limit_that_holds_no_element_is_refused() -> None:
-    regions, _, _ = example()
-    with pytest.raises(WireError, match="a frame of 130 bytes cannot hold one changed element"):
-        cut(regions, CODECS["indices"], BF16, 130)
+    with pytest.raises(WireError, match="cannot hold one changed element"):
+        buckets_of(CODECS["indices"], example(), 140)
+    with pytest.raises(WireError, match="cannot hold one changed element"):
+        buckets_of(CODECS["indices"], example(25_000), 130, whole_prefix=25_000)
 
 
-def test_windows_of_spans() -> None:
-    found = [(w.region, w.start, w.stop) for w in windows_of([3, 0, 4, 5], 2, 8)]
-    assert found == [(0, 2, 3), (2, 0, 4), (3, 0, 1)]
-    assert windows_of([3, 0, 4], 7, 7) == ()
+def test_no_span_is_longer_than_its_positions_can_count() -> None:
+    """A line of 15 thousand million elements, of which three changed."""
+    pos = torch.tensor([5, 2**32 + 5, 3 * 2**32 + 9])
+    changes = Changes(pos=pos, value=torch.ones(3).bfloat16())
+    buckets = cut(changes, CODECS["gaps"], BF16, 7 * 2**31, BUCKET)
+    edges = [0, 2**32, 2**33, 3 * 2**32, 7 * 2**31]
+    assert [bucket.span.begin for bucket in buckets] == edges[:-1]
+    assert [bucket.span.end for bucket in buckets] == edges[1:]
+    assert [(bucket.first, bucket.last) for bucket in buckets] == [(0, 1), (1, 2), (2, 2), (2, 3)]
+
+
+def test_nothing_changed_and_nothing_there() -> None:
+    one, none = (cut(Changes.none(), CODECS["ulp"], BF16, numel, BUCKET) for numel in (9, 0))
+    assert one == (Bucket(span=Span(0, 9), first=0, last=0),)
+    assert none == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "unstated", "last_sparse"),
+    [("indices", False, 333), ("gaps", False, 666), ("ulp", False, 1000), ("ulp", True, 444)],
+)
+def test_a_span_goes_whole_exactly_where_that_is_smaller(name: str, unstated: bool, last_sparse: int) -> None:
+    for count, whole in ((last_sparse, False), (last_sparse + 1, True)):
+        if count <= 1000:
+            code = torch.full((count,), UNSTATED if unstated else 1, dtype=torch.int8)
+            changes = Changes(pos=torch.arange(count), value=code.bfloat16(), code=code)
+            (bucket,) = cut(changes, CODECS[name], BF16, 1000, BUCKET, unstated=0)
+            assert bucket.whole is whole
+            assert bucket.guarded is not whole
+            assert bucket.num_sent == (1000 if whole else count)
+
+
+def test_a_dense_part_of_a_line_goes_whole_and_the_rest_does_not() -> None:
+    old = torch.randn(60_000).bfloat16()
+    pos = torch.cat([torch.arange(0, 30_000), torch.arange(30_000, 60_000, 100)])
+    there = update(old, -old, pos)
+    buckets = buckets_of(CODECS["indices"], there, 4096)  # each holds 577 changes
+    assert [bucket.whole for bucket in buckets] == [True] * 52 + [False]
+    frames = frames_of(CODECS["indices"], there, 4096)
+    assert all(frame.numel() <= 4096 for frame in frames)
+    assert patterns(written(CODECS["indices"], frames, old)) == patterns(there.after)
 
 
 # --- order --------------------------------------------------------------------------------------------------
@@ -173,27 +175,27 @@ def test_windows_of_spans() -> None:
 
 @pytest.mark.parametrize("codec", CODECS.values(), ids=lambda codec: codec.name)
 def test_each_fault_of_a_frame_has_its_own_error(codec: Codec) -> None:
-    regions, olds, _ = example()
-    frames = frames_of(codec, regions, 4096)
+    there = example(prefix=2000)
+    frames = frames_of(codec, there, 4096, whole_prefix=2000)
     first, second, third, *_ = frames
     with pytest.raises(RepeatedFrameError, match="it was sent twice"):
-        written(codec, [first, first], olds)
+        written(codec, [first, first], there.old)
     with pytest.raises(MissingFrameError, match="one is missing or late"):
-        written(codec, [first, third, second], olds)
+        written(codec, [first, third, second], there.old)
     with pytest.raises(MissingFrameError, match="begins at element"):
-        written(codec, frames[1:], olds)
+        written(codec, frames[1:], there.old)
     with pytest.raises(MissingFrameError, match="the last ones did not come"):
-        written(codec, frames[:-1], olds)
+        written(codec, frames[:-1], there.old)
     with pytest.raises(CorruptFrameError):
-        written(codec, [first, second[:-8].clone()], olds)
+        written(codec, [first, second[:-8].clone()], there.old)
     flipped = second.clone()
     flipped[-1] ^= 1
     with pytest.raises(CorruptFrameError, match="checksum"):
-        written(codec, [first, flipped], olds)
-    foreign = replace(IDENTITY, base_version=3)
-    bucket = cut(regions, codec, BF16, 4096)[1]
-    with pytest.raises(StaleFrameError, match=r"base_version=3 \(expected 4\)"):
-        written(codec, [first, pack_frame(foreign, codec, bucket.changes(regions), bucket.span)], olds)
+        written(codec, [first, flipped], there.old)
+    bucket = buckets_of(codec, there, 4096, whole_prefix=2000)[1]
+    foreign = pack_frame(replace(IDENTITY, base_version=3), codec, bucket, there.changes, reader(there.after))
+    with pytest.raises(StaleFrameError, match=r"base_version=3 \(expected 41\)"):
+        written(codec, [first, foreign], there.old)
 
 
 # --- live weights -------------------------------------------------------------------------------------------

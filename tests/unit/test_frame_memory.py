@@ -6,8 +6,7 @@ import tracemalloc
 import weakref
 from collections.abc import Callable
 from functools import partial
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -15,21 +14,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from awex_delta.lines.bits import UNSTATED, apply_code
-from awex_delta.protocol.receiver import Receiver
-from awex_delta.protocol.staging import Staging
+from awex_delta.lines.changes import Changes
 from awex_delta.wire.buckets import Bucket, cut, frame_bytes
 from awex_delta.wire.classes import load_loops
-from awex_delta.wire.codec import Codec, Context, RegionChange
-from awex_delta.wire.frame import FrameIdentity, pack_frame
-from awex_delta.wire.guard import guard_of, unstated_counts
+from awex_delta.wire.codec import Codec, settle
+from awex_delta.wire.frame import pack_frame, unpack_frame
+from awex_delta.wire.guard import num_unstated
 from awex_delta.wire.registry import CODECS
+from tests.unit.line_updates import BF16, IDENTITY, Update, reader
 
-BF16 = torch.bfloat16
 BUCKET = 1 << 23
 NUMEL = 1 << 22
-IDENTITY = FrameIdentity(
-    run_id="0" * 32, base_version=4, target_version=5, plan=7, sender=3, receiver=1, dtype=BF16
-)
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -104,50 +99,35 @@ def _imported() -> None:
         torch.zeros(2, dtype=torch.uint8) + 1
 
 
-def example(share: float, stated: float) -> tuple[RegionChange, torch.Tensor]:
-    """Changes of a region, and its weights before them. stated: share of changes that state a step."""
+def example(share: float, stated: float) -> Update:
+    """Changes of a line. stated: share of the changes that state a step."""
     generator = torch.Generator().manual_seed(0)
     old = (torch.randn(NUMEL, generator=generator) * 0.02).bfloat16()
-    index = (torch.rand(NUMEL, generator=generator) < share).nonzero().view(-1)
-    code = torch.randint(1, 20, index.shape, generator=generator).to(torch.int8)  # many of them wide
-    new = old.clone()
-    new[index] = apply_code(old[index], code)
-    code[torch.rand(index.shape, generator=generator) >= stated] = UNSTATED
-    return RegionChange(numel=NUMEL, index=index, value=new[index], code=code, context=context(new)), old
+    pos = (torch.rand(NUMEL, generator=generator) < share).nonzero().view(-1)
+    code = torch.randint(1, 20, pos.shape, generator=generator).to(torch.int8)  # many of them wide
+    after = old.clone()
+    after[pos] = apply_code(old[pos], code)
+    code[torch.rand(pos.shape, generator=generator) >= stated] = UNSTATED
+    return Update(old=old, after=after, changes=Changes(pos=pos, code=code, value=after[pos]))
 
 
-def context(weights: torch.Tensor) -> Context:
-    return Context(owned=((0, NUMEL),), read=lambda start, stop: weights[start:stop])
+def pack(given: Update, codec: Codec, bucket: Bucket) -> torch.Tensor:
+    return pack_frame(IDENTITY, codec, bucket, given.changes, reader(given.after))
 
 
-def pack(change: RegionChange, codec: Codec, bucket: Bucket) -> torch.Tensor:
-    here = bucket.changes([change])
-    return pack_frame(IDENTITY, codec, here, bucket.span, guard_of(here) if bucket.guarded else None)
-
-
-def staging(codec: Codec, old: torch.Tensor) -> Staging:
-    """An engine rank's, of one region whose live weights are `old`."""
-    session = SimpleNamespace(
-        comm=SimpleNamespace(seat=1),
-        plan=SimpleNamespace(between=lambda *_: [SimpleNamespace(numel=NUMEL)], full_bytes=2 * NUMEL),
-        codecs=[codec],
-        uses_context=codec.needs_context,
-        frame_identity=lambda *_: IDENTITY,
-    )
-    receiver = cast(Receiver, SimpleNamespace(_target=lambda _: old))
-    return Staging(
-        cast(Any, session),
-        cast(Any, None),
-        partial(Receiver._settle, receiver),
-        lambda _: context(old),
-        lambda _, index: old[index],
-    )
-
-
-def staged_bytes(staged: Staging) -> int:
-    parts = [part.change for part in staged._staged]
-    tensors = [t for change in parts for t in (change.index, change.value, change.code) if t is not None]
-    return sum(tensor.nbytes for tensor in tensors)
+def stage(given: Update, codec: Codec, bucket: Bucket, frame: torch.Tensor) -> list[torch.Tensor]:
+    """What an engine does with a frame before it writes: what it keeps."""
+    begin, read = bucket.span.begin, reader(given.old)
+    found = unpack_frame(frame, IDENTITY, [codec], begin=begin, numel=NUMEL, read=read)
+    if found.whole is not None:
+        return [found.whole.clone()]
+    assert found.changes is not None
+    if found.guard is not None:
+        assert found.guard.holds(found.changes.pos, given.old.__getitem__)
+    settled = settle(found.changes, given.old.__getitem__)
+    assert settled.value is not None
+    aliases = settled.value.untyped_storage().data_ptr() == frame.untyped_storage().data_ptr()
+    return [settled.pos, settled.value.clone() if aliases else settled.value]
 
 
 def test_live_bytes_are_counted() -> None:
@@ -166,31 +146,35 @@ def test_live_bytes_are_counted() -> None:
 
 @pytest.mark.parametrize(("share", "stated"), [(0.9, 1.0), (0.9, 0.5), (0.9, 0.0), (0.03, 1.0)])
 @pytest.mark.parametrize("codec", CODECS.values(), ids=lambda codec: codec.name)
-def test_two_frames_and_the_work_on_one_take_two_buckets(codec: Codec, share: float, stated: float) -> None:
-    change, old = example(share, stated)
-    buckets = cut([change], codec, BF16, BUCKET, unstated=unstated_counts(codec, [change]))
-    pack(change, codec, buckets[-1])  # loads what it needs
+def test_two_frames_and_the_work_on_one_take_two_buckets(
+    codec: Codec, share: float, stated: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("awex_delta.wire.buckets._Cutter._whole_is_smaller", lambda *_: False)
+    given = example(share, stated)
+    unstated = num_unstated(codec, given.changes)
+    buckets = cut(given.changes, codec, BF16, NUMEL, BUCKET, unstated=unstated)
+    pack(given, codec, buckets[-1])  # loads what it needs
     frames: list[torch.Tensor] = []
-    receiver, received = staging(codec, old), 0
     for bucket in buckets:
-        frame, packed = peak_bytes(partial(pack, change, codec, bucket))
+        frame, packed = peak_bytes(partial(pack, given, codec, bucket))
         travels = max((other.untyped_storage().nbytes() for other in frames), default=0)
         assert travels + packed <= 2 * BUCKET
         frames.append(frame)
-    arrives = max(frame.numel() for frame in frames)
-    for frame in frames:
-        _, peak = peak_bytes(partial(receiver.add, 3, BF16, frame))
-        here = staged_bytes(receiver) - received
-        received += here
+    arrives, num_kept = max(frame.numel() for frame in frames), 0
+    for bucket, frame in zip(buckets, frames, strict=True):
+        kept, peak = peak_bytes(partial(stage, given, codec, bucket, frame))
+        here = sum(tensor.nbytes for tensor in kept)
+        num_kept += here
         assert arrives + frame.numel() + peak - here <= 2 * BUCKET
-    assert received == change.value.numel() * 10
+    assert num_kept == given.changes.num_changed * 10
     assert (len(buckets) > 1) is (share > 0.5)
 
 
-def test_a_whole_region_is_copied_once() -> None:
+def test_whole_values_are_copied_once() -> None:
     values = torch.randn(NUMEL * 2).bfloat16()
-    region = RegionChange(numel=NUMEL * 2, value=values)
-    bucket = cut([region], CODECS["indices"], BF16, BUCKET)[1]
-    frame, packed = peak_bytes(partial(pack, region, CODECS["indices"], bucket))
+    given = Update(old=values, after=values, changes=Changes.none())
+    bucket = cut(given.changes, CODECS["indices"], BF16, NUMEL * 2, BUCKET, whole_prefix=NUMEL * 2)[1]
+    frame, packed = peak_bytes(partial(pack, given, CODECS["indices"], bucket))
+    assert bucket.whole
     assert frame_bytes(BUCKET) - 2 <= frame.numel() <= frame_bytes(BUCKET)
     assert packed < 1.1 * BUCKET
