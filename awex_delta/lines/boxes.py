@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-# Positions at a time: what a block takes beside its result stays below 200 MiB.
-_BLOCK = 1 << 22
+# Positions at a time: on a CPU what stays in a cache, on a device what hides the cost of a call.
+_BLOCK, _DEVICE_BLOCK = 1 << 17, 1 << 22
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +106,7 @@ class BoxMap:
         return torch.cat([empty, *(one for one, _ in found)]), torch.cat([empty, *(one for _, one in found)])
 
     def everything(self, device: torch.device | None = None) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """All elements, some million at a time, in the order of the target line.
+        """All elements, a block at a time, in the order of the target line.
 
         Args:
             device: where the positions are to lie; None for the CPU.
@@ -115,32 +115,33 @@ class BoxMap:
             Positions in the target line and in the source line, int64 [k] each.
         """
         boxes = self._on(device or torch.device("cpu"))
-        numels = boxes.numels
-        for place, box in _blocks(numels):
-            row = place // boxes.width[box]
-            column = place - row * boxes.width[box]
-            target = boxes.target[box] + row * boxes.target_pitch[box] + column
-            yield target, boxes.source[box] + row * boxes.source_pitch[box] + column
+        for block in _blocks(boxes.numels):
+            inside = block.inside()
+            target, source = block.spread(boxes.target), block.spread(boxes.source)
+            if self._plain:
+                yield target.add_(inside), source.add_(inside)
+                continue
+            row = torch.div(inside, block.spread(boxes.width), rounding_mode="floor")
+            # A row begins a pitch after the one before it, of which the width is in `inside` already.
+            target += row * block.spread(boxes.target_pitch - boxes.width)
+            source += row * block.spread(boxes.source_pitch - boxes.width)
+            yield target.add_(inside), source.add_(inside)
 
     def _mapped(self, pos: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         boxes = self._on(pos.device)
         first = torch.searchsorted(pos, boxes.source)
         last = boxes.source + (boxes.rows - 1) * boxes.source_pitch + boxes.width
         count = torch.searchsorted(pos, last) - first
-        if self._plain:
-            shift = boxes.target - boxes.source
-            for place, box in _blocks(count):
-                pick = place + first[box]
-                yield pos[pick] + shift[box], pick
-            return
-        for place, box in _blocks(count):
-            pick = place + first[box]
-            inside = pos[pick] - boxes.source[box]
-            pitch = boxes.source_pitch[box]
-            row = torch.div(inside, pitch, rounding_mode="floor")
-            column = inside - row * pitch
-            kept = (column < boxes.width[box]).nonzero().view(-1)
-            target = boxes.target[box] + row * boxes.target_pitch[box] + column
+        for block in _blocks(count):
+            pick = block.inside().add_(block.spread(first))
+            if self._plain:
+                yield pos[pick].add_(block.spread(boxes.target - boxes.source)), pick
+                continue
+            inside = pos[pick].sub_(block.spread(boxes.source))
+            row = torch.div(inside, block.spread(boxes.source_pitch), rounding_mode="floor")
+            column = inside - row * block.spread(boxes.source_pitch)
+            target = block.spread(boxes.target) + row * block.spread(boxes.target_pitch) + column
+            kept = (column < block.spread(boxes.width)).nonzero().view(-1)
             yield target[kept], pick[kept]
 
     def _on(self, device: torch.device) -> Boxes:
@@ -149,13 +150,36 @@ class BoxMap:
         return self._boxes
 
 
-def _blocks(counts: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Number the elements of boxes that have `counts`, a block at a time: place in the box, and the box."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Block:
+    """Successive elements of boxes, when all elements of all boxes are numbered one after the other.
+
+    begin, end: their range.
+    starts: int64 [n], the number of the first element of each box.
+    counts: int64 [n], how many elements of each box lie in the range.
+    """
+
+    begin: int
+    end: int
+    starts: torch.Tensor
+    counts: torch.Tensor
+
+    def inside(self) -> torch.Tensor:
+        """The number of each element in its box, int64 [end - begin]."""
+        return torch.arange(self.begin, self.end, device=self.starts.device).sub_(self.spread(self.starts))
+
+    def spread(self, column: torch.Tensor) -> torch.Tensor:
+        """The entry of its box for each element, int64 [end - begin]."""
+        return torch.repeat_interleave(column, self.counts, output_size=self.end - self.begin)
+
+
+def _blocks(counts: torch.Tensor) -> Iterator[_Block]:
+    """The elements of boxes that have `counts`, a block at a time."""
     ends = counts.cumsum(0)
     total = int(ends[-1]) if ends.numel() else 0
-    for begin in range(0, total, _BLOCK):
-        end = min(begin + _BLOCK, total)
-        inside = (ends.clamp(begin, end) - (ends - counts).clamp(begin, end)).clamp_(min=0)
-        box = torch.repeat_interleave(inside, output_size=end - begin)
-        starts = (ends - counts)[box]
-        yield torch.arange(begin, end, device=counts.device) - starts, box
+    starts = ends - counts
+    size = _BLOCK if counts.device.type == "cpu" else _DEVICE_BLOCK
+    for begin in range(0, total, size):
+        end = min(begin + size, total)
+        here = (ends.clamp(max=end) - starts.clamp(min=begin)).clamp_(min=0)
+        yield _Block(begin=begin, end=end, starts=starts, counts=here)

@@ -57,7 +57,7 @@ class Storages:
             raise LayoutError(f"the tensors of one rank lie on several devices: {sorted(map(str, devices))}")
         self.device = devices.pop()
         self._places = [_place(tensor) for tensor in tensors]
-        self._memories = list(_memories(tensors))
+        self._memories, self._memory_of = _memories(tensors)
         starts = torch.tensor([0, *(tensor.numel() for tensor in tensors)]).cumsum(0)
         first = torch.tensor([tensor.storage_offset() for tensor in tensors], dtype=torch.int64)
         stops = torch.tensor([memory.stop for memory in self._memories], dtype=torch.int64)
@@ -109,24 +109,30 @@ class Storages:
             memory.cells[cells] = raw[here]
 
     def _at(self, pos: torch.Tensor) -> Iterator[tuple[_Memory, torch.Tensor, slice]]:
-        """Each memory that is touched, the cells in it, and which of the positions these are."""
+        """Each memory that is touched, the cells in it, and which of the positions these are.
+
+        Waits for a device twice.
+        """
         if not pos.numel():
             return
-        edges = [0, *torch.searchsorted(pos, self._stops).tolist()]
-        if edges[-1] != pos.numel():
+        first, last = (torch.searchsorted(self._starts, pos[[0, -1]], right=True) - 1).tolist()
+        if not 0 <= first <= last < len(self._places):
             raise CorruptFrameError(f"a position lies beyond a line of {self.numel} elements")
-        cells = self._cells(pos)
-        for memory, start, stop in zip(self._memories, edges, edges[1:], strict=False):
+        cells = self._cells(pos, first, last + 1)
+        memories = slice(self._memory_of[first], self._memory_of[last] + 1)
+        edges = [0, *torch.searchsorted(pos, self._stops[memories]).tolist()]
+        for memory, start, stop in zip(self._memories[memories], edges, edges[1:], strict=False):
             if start < stop:
                 yield memory, cells[start:stop], slice(start, stop)
 
-    def _cells(self, pos: torch.Tensor) -> torch.Tensor:
-        """Offsets in the storages, int64 [n]."""
-        counts = torch.searchsorted(pos, self._starts).diff()
+    def _cells(self, pos: torch.Tensor, first: int, last: int) -> torch.Tensor:
+        """Offsets in the storages, int64 [n], of positions in the tensors `first` up to `last`."""
+        starts = self._starts[first : last + 1]
+        counts = torch.searchsorted(pos, starts).diff()
         if self._dims is None:
-            shift = self._first - self._starts[:-1]
+            shift = self._first[first:last] - starts[:-1]
             return pos + torch.repeat_interleave(shift, counts, output_size=pos.numel())
-        tensor = torch.repeat_interleave(counts, output_size=pos.numel())
+        tensor = torch.repeat_interleave(counts, output_size=pos.numel()) + first
         rest, cells = pos - self._starts[tensor], self._first[tensor]
         for size, stride in self._dims:
             cells += rest % size[tensor] * stride[tensor]
@@ -134,24 +140,27 @@ class Storages:
         return cells
 
 
-def _place(tensor: torch.Tensor) -> tuple[object, ...]:
-    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+def _place(tensor: torch.Tensor) -> tuple[int, tuple[int, ...]]:
+    # Asked for each tensor at each update, so it is what tells most for the least time.
+    return tensor.data_ptr(), tensor.stride()
 
 
-def _memories(tensors: Sequence[torch.Tensor]) -> Iterator[_Memory]:
-    """One for each storage, in the order of the line."""
-    stop, last = 0, len(tensors) - 1
+def _memories(tensors: Sequence[torch.Tensor]) -> tuple[list[_Memory], list[int]]:
+    """The storages in the order of the line, and which of them each tensor lies in."""
+    found: list[_Memory] = []
+    memory_of, stop, last = [], 0, len(tensors) - 1
     for place, tensor in enumerate(tensors):
+        memory_of.append(len(found))
         stop += tensor.numel()
-        here = tensor.untyped_storage().data_ptr(), tensor.dtype
+        storage = tensor.untyped_storage()
         if place < last:
             after = tensors[place + 1]
-            if here == (after.untyped_storage().data_ptr(), after.dtype):
+            if storage.data_ptr() == after.untyped_storage().data_ptr() and tensor.dtype is after.dtype:
                 continue
         cells = torch.empty(0, dtype=BITS[tensor.element_size()], device=tensor.device)
-        storage = tensor.untyped_storage()
         cells.set_(storage, 0, (storage.nbytes() // tensor.element_size(),), (1,))
-        yield _Memory(stop=stop, cells=cells, dtype=tensor.dtype)
+        found.append(_Memory(stop=stop, cells=cells, dtype=tensor.dtype))
+    return found, memory_of
 
 
 def _dims_table(
