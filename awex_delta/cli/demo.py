@@ -87,7 +87,7 @@ def demo(
 def _run(plans: list[DemoPlan], *, as_json: bool) -> int:
     """Import what is heavy only now, while the fork server imports what is heavier."""
     with stdout_kept(as_json), tempfile.TemporaryDirectory(prefix="awex-delta-demo-") as folder:
-        importlib.import_module("awex_delta.demo.fleet").warm_up()
+        importlib.import_module("awex_delta.testing.fleet").warm_up()
         finished = importlib.import_module("awex_delta.demo.show").run_all(plans, Path(folder))
     if as_json:
         print_json(importlib.import_module("awex_delta.demo.record").as_data(finished))

@@ -20,11 +20,10 @@ from awex_delta.protocol.receiver import Receiver
 from awex_delta.protocol.rendezvous import Rendezvous, host_store
 from awex_delta.protocol.sender import Sender
 from awex_delta.settings.agreed import DeltaSettings
+from awex_delta.testing.fleet import Actions
 from awex_delta.testing.procs import Rank
 from awex_delta.testing.tiny_models import TinySpec, TinyTrainer, build_trainer, hf_config
 from awex_delta.trainers.megatron import MegatronTrainer
-
-Actions = Mapping[str, Callable[..., Any]]
 
 
 def build(seat: Seat) -> Actions:
@@ -38,8 +37,6 @@ def build(seat: Seat) -> Actions:
 
     Collective: over the trainer's ranks for a trainer seat, else no.
     """
-    # One thread a process: the processes already share the cores.
-    torch.set_num_threads(1)
     return _BUILDERS[seat.role](seat)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,7 +10,6 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from awex_delta.demo.fleet import Answer, DemoError, Fleet
 from awex_delta.demo.oracle import (
     Difference,
     count_changed,
@@ -21,6 +21,7 @@ from awex_delta.demo.oracle import (
 from awex_delta.demo.scenario import DemoPlan, RoleName, Seat
 from awex_delta.protocol.stats import UpdateStats
 from awex_delta.protocol.verdict import Kind
+from awex_delta.testing.fleet import Actions, Answer, Fleet, FleetError
 
 PROMPT = "def main("
 NUM_TOKENS = 24
@@ -137,16 +138,16 @@ class DemoRun:
                 if differences:
                     return RunResult(versions=self._records, differences=differences)
             equal, text = self._generate()
-        except (DemoError, ValueError) as error:
+        except (FleetError, ValueError) as error:
             return RunResult(versions=self._records, error=str(error))
         return RunResult(versions=self._records, generation_equal=equal, text=text)
 
     def _start(self) -> None:
-        self._fleet.start({"store": self._seat("store", 0)})
+        self._fleet.start({"store": self._seat("store", 0)}, _take)
         self._store_port = self._ask(["store"], "port")["store"].value
         trainers = {name: self._seat("trainer", rank) for rank, name in enumerate(self._trainers)}
         engines = {name: self._engine_seat(rank) for rank, name in enumerate(self._engines)}
-        self._fleet.start({**trainers, **engines})
+        self._fleet.start({**trainers, **engines}, _take)
 
     def _one_version(self, version: int) -> list[Difference]:
         old, self._truth = self._truth, self._read_trainer()
@@ -159,15 +160,15 @@ class DemoRun:
         if attempt.stats is None:
             self._append(version, changed, attempt)
             if not struck:
-                raise DemoError(f"version {version} was not committed: {attempt.failure}")
+                raise FleetError(f"version {version} was not committed: {attempt.failure}")
             self._recover(victim)
             attempt = self._update(version)
         elif struck and fault != "stale-engine":
-            raise DemoError(f"version {version} was committed although {fault} struck in it")
+            raise FleetError(f"version {version} was committed although {fault} struck in it")
         if attempt.stats is None:
-            raise DemoError(f"version {version} was not committed after the fault: {attempt.failure}")
+            raise FleetError(f"version {version} was not committed after the fault: {attempt.failure}")
         if struck and attempt.stats.verdict.kind is not Kind.FULL:
-            raise DemoError(f"version {version} was sent as a delta after {fault}")
+            raise FleetError(f"version {version} was sent as a delta after {fault}")
         dumps = [answer.value for answer in self._ask(self._engines, "dump").values()]
         differences = engine_differences(self._plan, self._truth, dumps)
         self._append(version, changed, attempt, sum(difference.count for difference in differences))
@@ -176,10 +177,10 @@ class DemoRun:
     def _recover(self, victim: str) -> None:
         """Replace an engine that was killed; check that one which failed while writing is not served."""
         if self._plan.fault == "drop-engine":
-            self._fleet.kill(victim)
-            self._fleet.start({victim: self._engine_seat(self._engines.index(victim))})
+            self._fleet.end(victim)
+            self._fleet.start({victim: self._engine_seat(self._engines.index(victim))}, _take)
         elif self._ask([victim], "ready")[victim].value:
-            raise DemoError(f"{victim} failed while it wrote weights, yet says that it may be served")
+            raise FleetError(f"{victim} failed while it wrote weights, yet says that it may be served")
 
     def _update(self, version: int, doomed: str = "") -> _Attempt:
         """Update all ranks together; either all of them commit, or none does."""
@@ -190,7 +191,7 @@ class DemoRun:
             first, unsharded = answers[self._trainers[0]].value, answers[self._engines[0]].value
             return _Attempt(stats=first, sent=unsharded.num_elements)
         if len(failures) < len(names) - bool(doomed):
-            raise DemoError(f"version {version} was committed on some ranks, but not on all: {failures[0]}")
+            raise FleetError(f"version {version} was committed on some ranks, but not on all: {failures[0]}")
         return _Attempt(failure=failures[0])
 
     def _append(self, version: int, changed: int, attempt: _Attempt, missed: int = 0) -> None:
@@ -244,3 +245,9 @@ class DemoRun:
 
     def _engine_seat(self, rank: int) -> Seat:
         return self._seat("sharded" if rank else "transformers", rank)
+
+
+def _take(seat: Seat) -> Actions:
+    """Build a member, in its process. By name, because the launcher has no use for the heavy module."""
+    actions: Actions = importlib.import_module("awex_delta.demo.members").build(seat)
+    return actions

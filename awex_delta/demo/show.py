@@ -9,10 +9,10 @@ from rich.live import Live
 from rich.markup import escape
 from rich.text import Text
 
-from awex_delta.demo.fleet import Fleet
 from awex_delta.demo.record import FinishedRun, add_row, new_table
 from awex_delta.demo.run import PROMPT, DemoRun, RunResult, VersionRecord
 from awex_delta.demo.scenario import DemoPlan
+from awex_delta.testing.fleet import Fleet
 
 _WIDE = 120
 _FILE_WIDTH = 128
@@ -51,7 +51,7 @@ def _run_one(plan: DemoPlan, folder: Path, console: Console) -> RunResult:
             "(allow_any_world_size)."
         )
     table = new_table(plan, wide=console.width >= _WIDE)
-    with Fleet(folder) as fleet, Live(console=console, auto_refresh=False) as live:
+    with Fleet() as fleet, Live(console=console, auto_refresh=False) as live:
         live.update(Text(f"starting {plan.world_size} ranks"), refresh=True)
 
         def show(record: VersionRecord) -> None:

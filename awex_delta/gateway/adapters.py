@@ -11,7 +11,6 @@ import torch
 
 from awex_delta.attach import attach_transformers
 from awex_delta.engines.sglang.driver import EngineControl, SglangDriver
-from awex_delta.engines.sglang.loader import Instruction
 from awex_delta.engines.view import EngineView
 from awex_delta.engines.vllm.async_control import AsyncControl
 from awex_delta.engines.vllm.driver import OfflineControl, VllmDriver
@@ -88,7 +87,7 @@ def engine_side(engine: Any, *, num_ranks: int | None = None) -> Side:
     if isinstance(engine, VllmDriver):
         if num_ranks is None or num_ranks < 1:
             raise ConfigError(f"num_ranks={num_ranks}: say how many workers the VllmDriver's deployment has")
-        return _engine("VllmDriver", lambda order: VllmEnd(engine, order), num_ranks=num_ranks)
+        return _engine("VllmDriver", lambda order: VllmEnd(engine, order.joining), num_ranks=num_ranks)
     if num_ranks is not None:
         raise ConfigError(f"num_ranks={num_ranks}: leave it out, it is known for {_name(engine)}")
     if isinstance(engine, Receiver):
@@ -105,11 +104,11 @@ def engine_side(engine: Any, *, num_ranks: int | None = None) -> Side:
         ranks = _vllm_ranks(engine.vllm_config)
         # One driver for all pairs: it knows of requests that stand still since one of them failed.
         on_loop = cache(lambda loop: VllmDriver(AsyncControl(engine, loop)))
-        return _engine("vLLM", lambda order: VllmEnd(on_loop(_loop(order)), order), num_ranks=ranks)
+        return _engine("vLLM", lambda order: VllmEnd(on_loop(_loop(order)), order.joining), num_ranks=ranks)
     if _is(engine, "vllm", "LLM"):
         ranks = _vllm_ranks(engine.llm_engine.vllm_config)
         driver = VllmDriver(OfflineControl(engine))
-        return _engine("vLLM", lambda order: VllmEnd(driver, order), num_ranks=ranks)
+        return _engine("vLLM", lambda order: VllmEnd(driver, order.joining), num_ranks=ranks)
     if _is(engine, "sglang", "Engine"):
         ranks = int(engine.server_args.tp_size)
         return _engine("SGLang", lambda order: _sglang_end(engine, order, ranks), num_ranks=ranks)
@@ -170,7 +169,7 @@ def _named_sender(senders: Mapping[str, Sender], order: Order) -> End:
 def _view_end(view: TrainerView, order: Order, after_close: Callable[[], None] | None = None) -> SenderEnd:
     rank = int(view.layout().rank_info["global_rank"])
     device = next((view.tensor(info.key).device for info in view.weights()), None)
-    sender = Sender(view, order.rendezvous, rank, order.settings, device=device)
+    sender = Sender(view, order.joining.rendezvous, rank, order.joining.settings, device=device)
     return SenderEnd(sender, after_close)
 
 
@@ -197,7 +196,7 @@ def _torch_trainer(
     make(DeltaSettings(enabled=False))  # what cannot work is refused now, not at the first connect
 
     def open_end(order: Order) -> End:
-        view = make(order.settings)
+        view = make(order.joining.settings)
         return _view_end(view, order, view.detach)
 
     return _trainer("torch AdamW", open_end)
@@ -208,7 +207,7 @@ def _megatron_trainer(chunks: Sequence[Any], optimizer: Any, hf_config: Any, rou
         from awex_delta.trainers.megatron import MegatronTrainer
 
         view = MegatronTrainer.attach(
-            chunks, optimizer, hf_config, settings=order.settings, router_dtype=router_dtype
+            chunks, optimizer, hf_config, settings=order.joining.settings, router_dtype=router_dtype
         )
         return _view_end(view, order, view.detach)
 
@@ -217,8 +216,9 @@ def _megatron_trainer(chunks: Sequence[Any], optimizer: Any, hf_config: Any, rou
 
 def _engine_end(view: EngineView, order: Order) -> End:
     device = next((entry.view.device for entry in view.tensors()), None)
+    said = order.joining
     return ReceiverEnd(
-        Receiver(view, order.rendezvous, order.first_rank, order.engine, order.settings, device=device)
+        Receiver(view, said.rendezvous, said.first_engine_rank, said.engine, said.settings, device=device)
     )
 
 
@@ -226,10 +226,10 @@ def _transformers_end(model: Any, order: Order) -> End:
     return ReceiverEnd(
         attach_transformers(
             model,
-            rendezvous=order.rendezvous,
-            engine_rank=order.first_rank,
-            settings=order.settings,
-            engine=order.engine,
+            rendezvous=order.joining.rendezvous,
+            engine_rank=order.joining.first_engine_rank,
+            settings=order.joining.settings,
+            engine=order.joining.engine,
         )
     )
 
@@ -249,21 +249,7 @@ def _loop(order: Order) -> asyncio.AbstractEventLoop:
 
 
 def _sglang_end(engine: Any, order: Order, num_ranks: int) -> End:
-    meeting = order.rendezvous
-    if order.first_rank + num_ranks > meeting.num_engine_ranks:
-        raise ConfigError(
-            f"first_rank={order.first_rank}: {num_ranks} workers do not fit "
-            f"{meeting.num_engine_ranks} engine ranks"
-        )
-    asked = Instruction(
-        action="connect",
-        engine=order.engine,
-        first_engine_rank=order.first_rank,
-        num_engine_ranks=meeting.num_engine_ranks,
-        num_trainer_ranks=meeting.num_trainer_ranks,
-        host=meeting.host,
-        port=meeting.port,
-        pair=meeting.name,
-        settings=order.settings,
-    )
-    return SglangEnd(SglangDriver(EngineControl(engine), asked))
+    first, total = order.joining.first_engine_rank, order.joining.rendezvous.num_engine_ranks
+    if first + num_ranks > total:
+        raise ConfigError(f"first_rank={first}: {num_ranks} workers do not fit {total} engine ranks")
+    return SglangEnd(SglangDriver(EngineControl(engine), order.joining))

@@ -23,7 +23,7 @@ from awex_delta.gateway.guard import (
     open_routes,
     problems,
 )
-from awex_delta.gateway.joining import Meeter
+from awex_delta.gateway.joining import StoreHost
 from awex_delta.gateway.metrics import Metrics
 from awex_delta.gateway.models import (
     ConnectRequest,
@@ -36,7 +36,7 @@ from awex_delta.gateway.models import (
     UpdateAnswer,
     UpdateRequest,
 )
-from awex_delta.gateway.pairs import Means, Pair
+from awex_delta.gateway.pairs import Pair, Services
 from awex_delta.gateway.states import PairState
 from awex_delta.gateway.token import check_token
 from awex_delta.settings.resolve import resolve
@@ -53,8 +53,8 @@ Connects trainers to inference engines and moves them from version to version. E
 class Gateway:
     """All pairs by name."""
 
-    def __init__(self, means: Means) -> None:
-        self.means = means
+    def __init__(self, services: Services) -> None:
+        self.services = services
         self._pairs: dict[str, Pair] = {}
 
     @property
@@ -82,7 +82,7 @@ class Gateway:
             raise Rejection(422, Problem(error="invalid", detail=str(error))) from error
         if request.pair not in self._pairs:
             self._make_room()
-            self._pairs[request.pair] = Pair(request, self.means)
+            self._pairs[request.pair] = Pair(request, self.services)
         return self._pairs[request.pair]
 
     def _make_room(self) -> None:
@@ -98,7 +98,7 @@ class Gateway:
     async def close(self) -> None:
         """Wait for what is under way, and close all connections. Sides stay connected to each other."""
         await asyncio.gather(*(pair.settle() for pair in self._pairs.values()))
-        await self.means.sides.close()
+        await self.services.sides.close()
 
 
 def _check_config(config: PairConfig) -> None:
@@ -137,14 +137,14 @@ def create_app(
     check_token(token)
     check_token(side_token)
     sides = Sides(token if side_token is None else side_token, transport)
-    means = Means(
+    services = Services(
         sides=sides,
-        meeter=Meeter(meeting_host, meeting_port),
+        stores=StoreHost(meeting_host, meeting_port),
         metrics=Metrics(),
         locks=WeakValueDictionary(),
         update_seconds=update_seconds,
     )
-    gateway = Gateway(means)
+    gateway = Gateway(services)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -215,6 +215,6 @@ def _reads(gateway: Gateway) -> APIRouter:
     @router.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> PlainTextResponse:
         """What Prometheus scrapes."""
-        return PlainTextResponse(gateway.means.metrics.text(), media_type="text/plain; version=0.0.4")
+        return PlainTextResponse(gateway.services.metrics.text(), media_type="text/plain; version=0.0.4")
 
     return router

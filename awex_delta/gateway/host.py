@@ -24,7 +24,6 @@ from awex_delta.gateway.models import Problem
 from awex_delta.gateway.side_models import (
     Attempt,
     Counts,
-    Meeting,
     PairOnSide,
     SideAnswer,
     SideConnect,
@@ -34,7 +33,7 @@ from awex_delta.gateway.side_models import (
 )
 from awex_delta.gateway.sides import End, Order, Side
 from awex_delta.observe.compare.engine_digests import DigestFile, digests_of
-from awex_delta.protocol.rendezvous import Rendezvous
+from awex_delta.protocol.rendezvous import Joining
 from awex_delta.settings.resolve import resolve
 
 logger = logging.getLogger(__name__)
@@ -259,19 +258,11 @@ def _conflict(text: str) -> Rejection:
 def _order(call: SideConnect, loop: asyncio.AbstractEventLoop) -> Order:
     return Order(
         pair=call.pair,
-        rendezvous=_rendezvous(call.meeting),
-        settings=resolve(call.config.train, call.config.rollout).settings,
-        first_rank=call.first_rank,
-        engine=call.engine,
+        joining=Joining(
+            rendezvous=call.meeting,
+            settings=resolve(call.config.train, call.config.rollout).settings,
+            first_engine_rank=call.first_rank,
+            engine=call.engine,
+        ),
         loop=loop,
-    )
-
-
-def _rendezvous(meeting: Meeting) -> Rendezvous:
-    return Rendezvous(
-        num_engine_ranks=meeting.num_engine_ranks,
-        num_trainer_ranks=meeting.num_trainer_ranks,
-        host=meeting.host,
-        port=meeting.port,
-        name=meeting.name,
     )

@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from torch._C._distributed_c10d import TCPStore
 
 from awex_delta.gateway.models import ConnectRequest
-from awex_delta.gateway.side_models import Attempt, Meeting, SideConnect, SideState
-from awex_delta.protocol.rendezvous import host_store
+from awex_delta.gateway.side_models import Attempt, SideConnect, SideState
+from awex_delta.protocol.rendezvous import Rendezvous, host_store
 from awex_delta.settings.resolve import resolve
 
 
-class Meeter:
+class StoreHost:
     """Hosts the store in which the ranks of all pairs meet, each connection under a name of its own.
 
     Args:
@@ -27,7 +27,9 @@ class Meeter:
         self._lock = threading.Lock()
         self._store: TCPStore | None = None
 
-    def meet(self, pair: str, connection: str, *, num_engine_ranks: int, num_trainer_ranks: int) -> Meeting:
+    def meet(
+        self, pair: str, connection: str, *, num_engine_ranks: int, num_trainer_ranks: int
+    ) -> Rendezvous:
         """Where the ranks of one connection meet. Opens the store at the first call.
 
         Raises:
@@ -36,7 +38,7 @@ class Meeter:
         with self._lock:
             self._store = self._store or host_store(self._host, self._port)
             port = self._store.port
-        return Meeting(
+        return Rendezvous(
             host=self._host,
             port=port,
             name=f"{pair}/{connection}",
@@ -95,7 +97,7 @@ def _article(role: str) -> str:
 
 
 def side_connects(
-    request: ConnectRequest, states: Mapping[str, SideState], connection: str, meeter: Meeter
+    request: ConnectRequest, states: Mapping[str, SideState], connection: str, stores: StoreHost
 ) -> dict[str, Attempt]:
     """What each side is told, by URL.
 
@@ -103,12 +105,12 @@ def side_connects(
         request: the pair.
         states: of every side, by URL.
         connection: identity of the new connection.
-        meeter: hosts the store.
+        stores: hosts the store in which they meet.
 
     Raises:
         ConfigError: the store cannot listen.
     """
-    meeting = meeter.meet(
+    meeting = stores.meet(
         request.pair,
         connection,
         num_engine_ranks=sum(states[url].num_ranks for url in request.engines),

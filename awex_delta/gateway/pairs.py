@@ -26,7 +26,7 @@ from awex_delta.gateway.answers import (
 )
 from awex_delta.gateway.client import SideFailure, Sides
 from awex_delta.gateway.guard import Rejection
-from awex_delta.gateway.joining import Meeter, join_problem, side_connects
+from awex_delta.gateway.joining import StoreHost, join_problem, side_connects
 from awex_delta.gateway.metrics import Metrics
 from awex_delta.gateway.models import ConnectRequest, PairAnswer, Problem, UpdateAnswer
 from awex_delta.gateway.side_models import (
@@ -79,18 +79,18 @@ class Record:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Means:
-    """What all pairs of a gateway share.
+class Services:
+    """What all pairs of a gateway use.
 
     sides: how sides are asked.
-    meeter: hosts the store that they meet in.
+    stores: hosts the store in which sides meet.
     metrics: where updates are counted.
     locks: one a URL, as long as somebody holds it: a side does one thing at a time, in whatever pair.
     update_seconds: longest wait for all sides in one update or connect.
     """
 
     sides: Sides
-    meeter: Meeter
+    stores: StoreHost
     metrics: Metrics
     locks: WeakValueDictionary[str, asyncio.Lock]
     update_seconds: float
@@ -99,9 +99,9 @@ class Means:
 class Pair:
     """One pair. Its methods are coroutines of one loop; each moves the state before it first waits."""
 
-    def __init__(self, request: ConnectRequest, means: Means) -> None:
+    def __init__(self, request: ConnectRequest, services: Services) -> None:
         """Know of a pair; nothing is asked yet."""
-        self._means = means
+        self._services = services
         self._record = Record(request=request)
         self._work: asyncio.Task[None] | None = None
         self._forgotten = False
@@ -163,7 +163,7 @@ class Pair:
         engines = tuple(readiness(pair, record.version, url, state) for url, state in states.items())
         # Else a request that began or ended meanwhile knows better.
         if record is asked and not self._forgotten:
-            self._means.metrics.engines(pair, engines)
+            self._services.metrics.engines(pair, engines)
         return PairAnswer(
             pair=pair,
             state=record.state,
@@ -179,14 +179,14 @@ class Pair:
         """What engines say. Of many who look at once, one asks: nobody needs a token to look."""
         record = self._record
         if self._look is None or self._look[0] is not record or self._look[1].done():
-            asking = self._means.sides.states(record.request.engines, seconds=_STATE_SECONDS)
+            asking = self._services.sides.states(record.request.engines, seconds=_STATE_SECONDS)
             self._look = record, asyncio.ensure_future(asking)
         return await asyncio.shield(self._look[1])
 
     def forget(self) -> None:
         """Take a pair that is disconnected out of the metrics, for ever."""
         self._forgotten = True
-        self._means.metrics.forget(self._record.request.pair)
+        self._services.metrics.forget(self._record.request.pair)
 
     async def settle(self) -> None:
         """Wait until nothing is under way."""
@@ -200,7 +200,7 @@ class Pair:
             self._refuse(event.value, str(error))
 
     def _refuse(self, verb: str, text: str) -> NoReturn:
-        self._means.metrics.refused(self._record.request.pair, verb)
+        self._services.metrics.refused(self._record.request.pair, verb)
         raise Rejection(409, Problem(error="conflict", detail=text, state=self._record.state))
 
     async def _to_its_end(self, verb: str, work: Callable[[], Awaitable[Value]]) -> Value:
@@ -218,7 +218,7 @@ class Pair:
         try:
             async with AsyncExitStack() as held:
                 for url in sorted(set(self._record.urls)):  # in one order, so that pairs never wait in a ring
-                    lock = self._means.locks.setdefault(url, asyncio.Lock())
+                    lock = self._services.locks.setdefault(url, asyncio.Lock())
                     await held.enter_async_context(lock)
                 value = await work()
             self._move(Event.DONE)
@@ -231,7 +231,7 @@ class Pair:
         finally:
             if not outcome.done():
                 self._move(Event.FAIL, problem.detail)
-                self._means.metrics.failed(self._record.request.pair, verb)
+                self._services.metrics.failed(self._record.request.pair, verb)
                 last = problem.model_copy(update={"state": self._record.state})
                 outcome.set_exception(Rejection(status, last))
                 outcome.exception()  # read here once, for the case that nobody listens any more
@@ -242,7 +242,7 @@ class Pair:
 
     async def _connect(self) -> None:
         request, pair = self._record.request, self._record.request.pair
-        found = await self._means.sides.states(self._record.urls, seconds=_STATE_SECONDS)
+        found = await self._services.sides.states(self._record.urls, seconds=_STATE_SECONDS)
         states = all_of(found, f"pair {pair} cannot connect")
         connection = self._record.connection
         if connection and all(holds(state, pair, connection) for state in states.values()):
@@ -251,9 +251,9 @@ class Pair:
         if problem:
             raise SidesFailed(f"pair {pair} cannot connect", problem, status=409)
         connection = secrets.token_hex(16)
-        calls = side_connects(request, states, connection, self._means.meeter)
+        calls = side_connects(request, states, connection, self._services.stores)
         self._record = replace(self._record, connection="", version=None, attempt=0)
-        self._means.metrics.unready(pair, request.engines)
+        self._services.metrics.unready(pair, request.engines)
         # Among them connections of a gateway that is gone, and sides that did not see the end of the last.
         all_of(await self._leave(states), f"pair {pair} cannot leave its former connection")
         wait = self._settings().connect_timeout_seconds + _SLACK_SECONDS
@@ -267,9 +267,9 @@ class Pair:
     async def _update(self, version: int) -> UpdateAnswer:
         record, pair = self._record, self._record.request.pair
         begin = f"version {version} was not begun"
-        states = all_of(await self._means.sides.states(record.urls, seconds=_STATE_SECONDS), begin)
+        states = all_of(await self._services.sides.states(record.urls, seconds=_STATE_SECONDS), begin)
         require_idle(states, pair, record.connection, begin)
-        self._means.metrics.unready(pair, record.request.engines)
+        self._services.metrics.unready(pair, record.request.engines)
         attempt = record.attempt + 1
         self._record = replace(self._record, attempt=attempt)
         call = SideUpdate(pair=pair, connection=record.connection, version=version, attempt=attempt)
@@ -287,14 +287,14 @@ class Pair:
         }
         update = summary(pair, version, [done[url] for url in record.request.trainers])
         self._record = replace(self._record, version=version, last_update=update)
-        self._means.metrics.updated(update)
+        self._services.metrics.updated(update)
         engines = [readiness_after(version, url, latest[url]) for url in record.request.engines]
-        self._means.metrics.engines(pair, engines)
+        self._services.metrics.engines(pair, engines)
         return update
 
     async def _disconnect(self) -> None:
         pair = self._record.request.pair
-        found = await self._means.sides.states(self._record.urls, seconds=_STATE_SECONDS)
+        found = await self._services.sides.states(self._record.urls, seconds=_STATE_SECONDS)
         states = {url: state for url, state in found.items() if isinstance(state, SideState)}
         busy = {url: f"is busy with {state.busy}" for url, state in states.items() if state.busy}
         if busy:
@@ -312,8 +312,8 @@ class Pair:
     async def _call(
         self, verb: Verb, calls: Mapping[str, Attempt], grace_seconds: float
     ) -> dict[str, SideAnswer | SideFailure]:
-        return await self._means.sides.call(
-            verb, calls, seconds=self._means.update_seconds, grace_seconds=grace_seconds
+        return await self._services.sides.call(
+            verb, calls, seconds=self._services.update_seconds, grace_seconds=grace_seconds
         )
 
     def _settings(self) -> DeltaSettings:

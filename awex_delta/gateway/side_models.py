@@ -20,22 +20,11 @@ from awex_delta.gateway.models import (
     Version,
     Word,
 )
+from awex_delta.protocol.rendezvous import Rendezvous
 from awex_delta.protocol.stats import UpdateStats
 from awex_delta.protocol.verdict import Reason
 
 Verb = Literal["connect", "update_weights", "publish", "disconnect"]
-
-
-class Meeting(BaseModel):
-    """The `Rendezvous` of a pair."""
-
-    model_config = STRICT
-
-    host: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9.:_-]{1,255}$")]
-    port: Annotated[int, Field(gt=0, lt=65536, strict=True)]
-    name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._/-]{1,128}$")]
-    num_engine_ranks: Count
-    num_trainer_ranks: Count
 
 
 class Attempt(BaseModel):
@@ -51,7 +40,7 @@ class SideConnect(Attempt):
     """Meet the other side."""
 
     config: PairConfig
-    meeting: Meeting
+    meeting: Rendezvous
     first_rank: Index
     engine: Name
 

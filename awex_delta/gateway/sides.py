@@ -9,12 +9,11 @@ from typing import Literal, Protocol
 
 from awex_delta.engines.sglang.driver import SglangDriver
 from awex_delta.engines.view import EngineView
-from awex_delta.engines.vllm.driver import VllmDriver, init_info
+from awex_delta.engines.vllm.driver import VllmDriver
 from awex_delta.protocol.receiver import Receiver
-from awex_delta.protocol.rendezvous import Rendezvous
+from awex_delta.protocol.rendezvous import Joining
 from awex_delta.protocol.sender import Sender
 from awex_delta.protocol.stats import UpdateStats
-from awex_delta.settings.agreed import DeltaSettings
 
 Role = Literal["trainer", "engine"]
 
@@ -24,18 +23,12 @@ class Order:
     """How a side is to join a pair.
 
     pair: its name.
-    rendezvous: where all ranks meet.
-    settings: as the pair's configuration resolves to.
-    first_rank: of this side's ranks among all engine ranks (engines).
-    engine: name of this engine among those of the pair (engines).
+    joining: where all ranks meet and with which settings. A trainer has no use for what it says of an engine.
     loop: the loop that serves this side's HTTP.
     """
 
     pair: str
-    rendezvous: Rendezvous
-    settings: DeltaSettings
-    first_rank: int
-    engine: str
+    joining: Joining
     loop: asyncio.AbstractEventLoop | None = None
 
 
@@ -148,23 +141,15 @@ class ReceiverEnd:
 class VllmEnd:
     """A vLLM deployment, whose workers hold the receivers."""
 
-    def __init__(self, driver: VllmDriver, order: Order) -> None:
+    def __init__(self, driver: VllmDriver, joining: Joining) -> None:
         self._driver = driver
-        self._order = order
+        self._joining = joining
         self._version: int | None = None
         self._in_doubt = False
 
     def connect(self) -> None:
         """See `End.connect`."""
-        order = self._order
-        self._driver.connect(
-            init_info(
-                order.rendezvous,
-                order.settings,
-                first_engine_rank=order.first_rank,
-                engine=order.engine,
-            )
-        )
+        self._driver.connect(self._joining.model_dump(mode="json"))
 
     def update_weights(self, version: int) -> None:
         """See `End.update_weights`. vLLM raises where a worker did not commit; counts stay in the workers."""

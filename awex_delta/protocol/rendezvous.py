@@ -7,15 +7,21 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Annotated, ClassVar
 
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic.json_schema import SkipJsonSchema
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 from awex_delta.errors import ConfigError, ConnectError
+from awex_delta.settings.agreed import DeltaSettings
+
+RankCount = Annotated[int, Field(ge=0, le=1 << 20, strict=True)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rendezvous:
-    """Where the ranks of one trainer and its engines meet.
+    """Where the ranks of one trainer and its engines meet. Between processes it travels as JSON.
 
     num_engine_ranks, num_trainer_ranks: ranks of each side; all of them take part in every update. One
         side alone meets where updates travel through a folder.
@@ -24,12 +30,15 @@ class Rendezvous:
     store: an existing torch store, such as a HashStore between threads.
     """
 
-    num_engine_ranks: int
-    num_trainer_ranks: int
-    host: str = "127.0.0.1"
-    port: int = 0
-    name: str = "awex_delta"
-    store: Store | None = None
+    # Read from JSON, which may come from anybody, it is checked more closely.
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
+
+    num_engine_ranks: RankCount
+    num_trainer_ranks: RankCount
+    host: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9.:_-]{1,255}$")] = "127.0.0.1"
+    port: Annotated[int, Field(ge=0, lt=65536, strict=True)] = 0
+    name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._/-]{1,128}$")] = "awex_delta"
+    store: Annotated[SkipJsonSchema[Store | None], Field(exclude=True)] = None
 
     def __post_init__(self) -> None:
         for field in ("num_engine_ranks", "num_trainer_ranks"):
@@ -87,6 +96,23 @@ class Rendezvous:
                     f"no store answers at {self.host}:{self.port}: {first_line(error)}"
                 ) from error
         return PrefixStore(self.name, base)
+
+
+class Joining(BaseModel):
+    """How one engine joins a pairing, of which its workers are told as JSON.
+
+    rendezvous: where all ranks of the pairing meet.
+    settings: the same as on the trainer's side.
+    first_engine_rank: of this engine's workers among all engine ranks of the rendezvous.
+    engine: name of this engine, another one for each that shares the pairing.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    rendezvous: Rendezvous
+    settings: DeltaSettings
+    first_engine_rank: RankCount = 0
+    engine: str = "engine"
 
 
 def host_store(host: str = "127.0.0.1", port: int = 0) -> TCPStore:

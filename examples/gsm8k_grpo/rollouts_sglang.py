@@ -15,7 +15,8 @@ import torch
 
 from awex_delta import ConfigError, UpdateError
 from awex_delta.engines.sglang.driver import SglangDriver
-from awex_delta.engines.sglang.loader import LOAD_FORMAT, Instruction
+from awex_delta.engines.sglang.loader import LOAD_FORMAT
+from awex_delta.protocol.rendezvous import Joining
 from examples.gsm8k_grpo.rollouts import Place, Request, RolloutEngine, Tokens
 from examples.gsm8k_grpo.settings import Settings
 
@@ -39,18 +40,13 @@ class SGLangRollouts:
 
     def __init__(self, url: str, place: Place) -> None:
         self._server = Server(url, place.layout.tensor)
-        instruction = Instruction(
-            action="connect",
-            engine=place.name,
-            first_engine_rank=place.first_rank,
-            num_engine_ranks=place.rendezvous.num_engine_ranks,
-            num_trainer_ranks=place.rendezvous.num_trainer_ranks,
-            host=place.rendezvous.host,
-            port=place.rendezvous.port,
-            pair=place.rendezvous.name,
+        joining = Joining(
+            rendezvous=place.rendezvous,
             settings=place.settings,
+            first_engine_rank=place.first_rank,
+            engine=place.name,
         )
-        self._driver = SglangDriver(self._server, instruction)
+        self._driver = SglangDriver(self._server, joining)
 
     def connect(self) -> None:
         """See `RolloutEngine.connect`."""

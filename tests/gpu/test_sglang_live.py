@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from awex_delta.engines.sglang.driver import EngineControl, SglangDriver
-from awex_delta.engines.sglang.loader import LOAD_FORMAT, Instruction
+from awex_delta.engines.sglang.loader import LOAD_FORMAT
+from awex_delta.protocol.rendezvous import Joining
 from awex_delta.testing.sglang_cpu import sglang_found
 from tests.gpu.live_training import KINDS, SETTINGS, training, write_first
 
@@ -41,17 +42,8 @@ def test_a_live_engine_generates_what_a_fresh_one_does(tmp_path: Path) -> None:
     engine = sglang.Engine(model_path=first, custom_weight_loader=[LOAD_FORMAT], **options)
     try:
         with training(tmp_path, "cuda:0") as (rendezvous, to_its_end):
-            asked = Instruction(
-                action="connect",
-                engine="sglang",
-                first_engine_rank=0,
-                num_engine_ranks=1,
-                num_trainer_ranks=1,
-                host="127.0.0.1",
-                port=rendezvous.port,
-                settings=SETTINGS,
-            )
-            driver = SglangDriver(EngineControl(engine), asked)
+            joining = Joining(rendezvous=rendezvous, settings=SETTINGS)
+            driver = SglangDriver(EngineControl(engine), joining)
             before = generate(engine)
             for version in range(len(KINDS)):
                 generate(engine)  # fills the prefix cache, which must not outlive the update

@@ -21,7 +21,7 @@ from fastapi import FastAPI
 from awex_delta.gateway import create_app, engine_router, trainer_router
 from awex_delta.settings.agreed import DeltaSettings
 from awex_delta.testing.dict_engine import DictEngine
-from awex_delta.testing.procs import fork_server
+from awex_delta.testing.fleet import fork_server
 from awex_delta.trainers.torch_adamw import TorchAdamWTrainer
 from tests.procs.ports import hold_port, number_of
 

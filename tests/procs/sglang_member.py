@@ -18,7 +18,8 @@ from awex_delta.testing import sglang_cpu
 sglang_cpu.install_engine()
 
 from awex_delta.engines.sglang.driver import EngineControl, SglangDriver  # noqa: E402
-from awex_delta.engines.sglang.loader import LOAD_FORMAT, Instruction  # noqa: E402
+from awex_delta.engines.sglang.loader import LOAD_FORMAT  # noqa: E402
+from awex_delta.protocol.rendezvous import Joining, Rendezvous  # noqa: E402
 from tests.procs.vllm_members import NUM_TOKENS, PROMPTS, SETTINGS, Answers  # noqa: E402
 
 
@@ -49,18 +50,15 @@ def generate(held: Any) -> Answers:
 
 def follow(job: Mapping[str, Any]) -> list[Answers]:
     """What an engine with random weights answers after each update."""
-    asked = Instruction(
-        action="connect",
-        engine="sglang",
-        first_engine_rank=0,
-        num_engine_ranks=1,
-        num_trainer_ranks=job["num_trainer_ranks"],
-        host="127.0.0.1",
-        port=job["port"],
+    joining = Joining(
+        rendezvous=Rendezvous(
+            num_engine_ranks=1, num_trainer_ranks=job["num_trainer_ranks"], port=job["port"]
+        ),
         settings=SETTINGS,
+        engine="sglang",
     )
     held, seen = engine(Path(job["start"])), []
-    driver = SglangDriver(EngineControl(held), asked)
+    driver = SglangDriver(EngineControl(held), joining)
     for version in range(1, job["num_versions"] + 1):
         driver.update_weights(version)  # at once after the answers to what was generated
         driver.publish(version)

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 import awex_delta
 from awex_delta.cli.main import app
-from awex_delta.demo.fleet import warm_up
+from awex_delta.testing.fleet import warm_up
 
 ROOT = Path(awex_delta.__file__).parents[1]
 # A shell that starts pytest in the background has its processes ignore SIGINT, and they would hand that on.

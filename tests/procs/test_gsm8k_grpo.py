@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from awex_delta.demo.fleet import warm_up
 from awex_delta.observe.runlog.reader import read_run
 from awex_delta.observe.runlog.writer import UpdateLine
+from awex_delta.testing.fleet import warm_up
 from examples.gsm8k_grpo import train
 
 ROOT = Path(__file__).parents[2]

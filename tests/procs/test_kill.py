@@ -26,7 +26,7 @@ from awex_delta.protocol.stats import UpdateStats
 from awex_delta.protocol.verdict import Kind, Reason
 from awex_delta.settings.agreed import DeltaSettings
 from awex_delta.testing.dict_engine import DictEngine
-from awex_delta.testing.procs import fork_server
+from awex_delta.testing.fleet import fork_server
 from awex_delta.trainers.torch_adamw import TorchAdamWTrainer
 
 SHAPES = {

@@ -1,20 +1,25 @@
-"""The process runner: results in order, and every failure heard."""
+"""Fleets of processes: results in order, every failure heard, and a process that is used again is as new."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
 import pickle
+import re
 import signal
 import threading
 import time
 from multiprocessing.connection import Pipe
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
-from awex_delta.testing.procs import Rank, RanksFailed, _collect, run_ranks
+from awex_delta.errors import UpdateAborted
+from awex_delta.testing.fleet import Actions, Answer, Fleet, FleetError, gather
+from awex_delta.testing.procs import Rank, RanksFailed, run_ranks
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -66,24 +71,154 @@ def test_a_rank_that_hangs_is_named_and_killed() -> None:
     assert set(multiprocessing.active_children()) <= set(before)
 
 
+def remember(me: Rank, noise: str) -> dict[str, object]:
+    """What a job finds in its process; afterwards it leaves behind what it can."""
+    found: dict[str, object] = {
+        "pid": os.getpid(),
+        "drawn": (torch.rand(2).tolist(), np.random.rand(2).tolist()),
+        "noise": os.environ.get("DTE_NOISE"),
+        "threads": torch.get_num_threads(),
+        "dtype": torch.get_default_dtype(),
+        "group": dist.is_initialized(),
+        "folder": Path.cwd(),
+    }
+    me.init_gloo(rank=me.rank, world_size=me.world_size)
+    dist.barrier()
+    os.environ["DTE_NOISE"] = noise
+    os.chdir(me.folder)
+    torch.set_default_dtype(torch.bfloat16)
+    torch.set_num_threads(3)
+    return found
+
+
+def linger(_: Rank) -> int:
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
+    return os.getpid()
+
+
+def spoil(me: Rank) -> None:
+    print(f"the last words of {me.rank}", flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def pids(_: Rank) -> int:
+    return os.getpid()
+
+
+def test_a_process_is_used_again_and_every_job_finds_it_as_new() -> None:
+    first = run_ranks(remember, 2, "first")
+    second = run_ranks(remember, 2, "second")
+    assert {found["pid"] for found in first} == {found["pid"] for found in second}
+    for found in (*first, *second):
+        assert found["drawn"] == first[0]["drawn"]
+        assert (found["noise"], found["threads"], found["group"]) == (None, 1, False)
+        assert (found["dtype"], found["folder"]) == (torch.float32, Path.cwd())
+
+
+def test_a_process_in_which_a_thread_goes_on_is_not_used_again() -> None:
+    (before,) = run_ranks(linger, 1)
+    assert before not in run_ranks(pids, 2)
+
+
+def test_after_a_failure_other_processes_work() -> None:
+    before = set(run_ranks(pids, 2))
+    with pytest.raises(RanksFailed, match="rank 0: the process died\nthe last words of 0\nrank 1: "):
+        run_ranks(spoil, 2)
+    assert not before & set(run_ranks(pids, 2))
+
+
 def test_only_ranks_that_did_not_answer_are_late() -> None:
-    pipes = [Pipe(duplex=False) for _ in range(3)]
-    for rank in (0, 2):
-        pipes[rank][1].send_bytes(pickle.dumps((True, rank)))
+    pipes = {f"rank {rank}": Pipe(duplex=False) for rank in range(3)}
+    for name in ("rank 0", "rank 2"):
+        pipes[name][1].send_bytes(pickle.dumps(Answer(value=name)))
     try:
-        with pytest.raises(RanksFailed) as failure:
-            _collect([receive for receive, _ in pipes], 0.2)
+        answers = gather({name: receive for name, (receive, _) in pipes.items()}, 0.2)
     finally:
-        for receive, send in pipes:
+        for receive, send in pipes.values():
             receive.close()
             send.close()
-    assert str(failure.value) == "rank 1: did not finish in 0.2 s"
+    assert {name: answer.value for name, answer in answers.items() if not answer.failure} == {
+        "rank 0": "rank 0",
+        "rank 2": "rank 2",
+    }
+    assert (answers["rank 1"].failure, answers["rank 1"].lost) == ("did not finish in 0.2 s", True)
 
 
-def test_a_rank_that_dies_while_it_answers_is_named() -> None:
+@pytest.mark.parametrize("moment", ["before it is asked", "while it answers"])
+def test_a_process_that_dies_is_lost_whenever_it_dies(moment: str) -> None:
     receive, send = Pipe(duplex=False)
     with receive:
-        os.write(send.fileno(), (100).to_bytes(4, "big") + b"the first bytes of an answer")
+        if moment == "while it answers":
+            os.write(send.fileno(), (100).to_bytes(4, "big") + b"the first bytes of an answer")
         send.close()
-        with pytest.raises(RanksFailed, match="rank 0: the process died"):
-            _collect([receive], 30.0)
+        answers = gather({"engine-1": receive}, 30.0)
+    assert (answers["engine-1"].failure, answers["engine-1"].lost) == ("the process died", True)
+
+
+# --- fleets -------------------------------------------------------------------------------------------------
+
+
+def counter(start: int) -> Actions:
+    """A member that counts, and fails as it is told."""
+    held = [start]
+
+    def add(number: int) -> int:
+        held[0] += number
+        return held[0]
+
+    def abort() -> None:
+        raise UpdateAborted("given up")
+
+    def stumble() -> None:
+        raise KeyError("nobody foresaw it")
+
+    def die() -> None:
+        print("a word before the end", flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def sleep() -> None:
+        threading.Event().wait()
+
+    return {"add": add, "abort": abort, "stumble": stumble, "die": die, "sleep": sleep}
+
+
+def test_members_keep_what_they_hold_from_call_to_call() -> None:
+    with Fleet() as fleet:
+        fleet.start({"a": 1, "b": 10}, counter)
+        fleet.ask(["a"], "add", timeout_seconds=30, number=1)
+        answers = fleet.ask(["b", "a"], "add", timeout_seconds=30, number=1)
+        assert [(name, answer.value) for name, answer in answers.items()] == [("b", 11), ("a", 3)]
+        aborted = fleet.ask(["a"], "abort", timeout_seconds=30)["a"]
+        assert (aborted.failure, aborted.foreseen) == ("UpdateAborted: given up", True)
+        assert fleet.ask(["a"], "add", timeout_seconds=30, number=0)["a"].value == 3
+
+
+@pytest.mark.parametrize(
+    ("action", "said"),
+    [
+        ("die", "process b: the process died\na word before the end"),
+        ("stumble", "process b failed:\n.*nobody foresaw it"),
+        ("sleep", "process b: did not finish in 1 s"),
+    ],
+)
+def test_a_member_that_cannot_go_on_is_named_and_none_is_left(action: str, said: str) -> None:
+    before = multiprocessing.active_children()
+
+    def work() -> None:
+        with Fleet() as fleet:
+            fleet.start({"a": 1, "b": 2}, counter)
+            fleet.ask(["b"], action, timeout_seconds=1.0 if action == "sleep" else 30.0)
+
+    with pytest.raises(FleetError, match=re.compile(said, re.DOTALL)):
+        work()
+    assert set(multiprocessing.active_children()) <= set(before)
+
+
+def test_a_death_that_is_expected_is_an_answer_and_another_member_takes_the_place() -> None:
+    with Fleet() as fleet:
+        fleet.start({"a": 1, "b": 2}, counter)
+        died = fleet.ask(["b"], "die", timeout_seconds=30, doomed="b")["b"]
+        assert died.failure == "the process died"
+        fleet.end("b")
+        fleet.start({"b": 5}, counter)
+        assert fleet.ask(["b"], "add", timeout_seconds=30, number=1)["b"].value == 6

@@ -16,9 +16,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from awex_delta.engines.sglang.loader import Instruction, attached, load, message
+from awex_delta.engines.sglang.loader import attached, load, message
 from awex_delta.errors import UpdateAborted
-from awex_delta.protocol.rendezvous import Rendezvous, host_store
+from awex_delta.protocol.rendezvous import Joining, Rendezvous, host_store
 from awex_delta.protocol.sender import Sender
 from awex_delta.protocol.stats import UpdateStats
 from awex_delta.settings.agreed import DeltaSettings
@@ -100,10 +100,8 @@ def serve(me: Rank, case: Case, port: int) -> list[str]:
     kinds = []
     for version in range(NUM_VERSIONS):
         before = bits(model)
-        asked = instruction(port, num_engine_ranks=case.tp, num_trainer_ranks=case.num_trainers)
-        answer = scheduler.update_weights_from_tensor(
-            message(replace(asked, action="update", version=version)), case.tp
-        )
+        pairing = joining(port, num_engine_ranks=case.tp, num_trainer_ranks=case.num_trainers)
+        answer = scheduler.update_weights_from_tensor(message("update", pairing, version=version), case.tp)
         assert (answer.success, answer.message) == (True, "Success")
         outcome = held(model).outcome
         assert isinstance(outcome, UpdateStats), outcome
@@ -133,17 +131,9 @@ def bits(model: nn.Module) -> dict[str, int]:
     }
 
 
-def instruction(port: int, **fields: Any) -> Instruction:
-    facts = {"num_engine_ranks": 1, "num_trainer_ranks": 1, **fields}
-    return Instruction(
-        action="connect",
-        engine="sglang",
-        first_engine_rank=0,
-        host="127.0.0.1",
-        port=port,
-        settings=SETTINGS,
-        **facts,
-    )
+def joining(port: int, **ranks: int) -> Joining:
+    counts = {"num_engine_ranks": 1, "num_trainer_ranks": 1, **ranks}
+    return Joining(rendezvous=Rendezvous(port=port, **counts), settings=SETTINGS, engine="sglang")
 
 
 def write_checkpoint(me: Rank, view: MegatronTrainer, version: int) -> None:
@@ -209,11 +199,11 @@ def fail_on_engine(me: Rank, case: Case, port: int) -> list[str]:
     config = hf_config(case.spec)
     sglang_cpu.start(me, config)
     model: Any = sglang_cpu.build(config)
-    asked = instruction(port)
+    pairing = joining(port)
     scheduler = sglang_cpu.Scheduler(model, lambda: held(model).view.version)
 
     def update(version: int) -> str:
-        scheduler.update_weights_from_tensor(message(replace(asked, action="update", version=version)))
+        scheduler.update_weights_from_tensor(message("update", pairing, version=version))
         outcome = held(model).outcome
         if isinstance(outcome, UpdateStats):
             fresh: Any = sglang_cpu.build(config)
@@ -233,7 +223,7 @@ def fail_on_engine(me: Rank, case: Case, port: int) -> list[str]:
     assert (held(model).receiver.ready, held(model).receiver.version) == (True, 0)
 
     # Connected anew, the views are of the storage that is there now.
-    load(model, message(replace(asked, action="disconnect")))
+    load(model, message("disconnect", pairing))
     assert attached(model) is None
     seen.append(update(2))
 
@@ -250,10 +240,11 @@ def fail_on_engine(me: Rank, case: Case, port: int) -> list[str]:
     assert scheduler.flushes == [4]
 
     # Another pairing must not be taken for this one, nor a draft model for the target.
-    load(model, message(replace(asked, pair="another")))
+    another = replace(pairing.rendezvous, name="another")
+    load(model, message("connect", pairing.model_copy(update={"rendezvous": another})))
     assert "disconnect before" in str(held(model).outcome)
     draft = sglang_cpu.build(config)
-    load(draft, message(asked))
+    load(draft, message("connect", pairing))
     assert attached(draft) is None
     return seen
 

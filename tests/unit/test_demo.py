@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-from pathlib import Path
-
 import pytest
 import torch
 from safetensors.torch import save
 from typer.testing import CliRunner
 
 from awex_delta.cli.demo import app
-from awex_delta.demo.fleet import DemoError, Fleet, Member
 from awex_delta.demo.oracle import (
     count_changed,
     engine_differences,
@@ -228,18 +223,3 @@ def test_judge_names_each_difference() -> None:
 def test_judge_knows_the_same_sizes_as_the_options() -> None:
     shape = model_shape(plan_of("qwen3-moe"))
     assert (shape.num_experts, shape.moe_intermediate_size, shape.hidden_size) == (EXPERTS, 48, 32)
-
-
-@pytest.mark.parametrize("moment", ["before it is asked", "before it reads", "while it answers"])
-def test_a_process_that_dies_is_named_whenever_it_dies(tmp_path: Path, moment: str) -> None:
-    ours, theirs = multiprocessing.Pipe()
-    fleet = Fleet(tmp_path)
-    member = Member(process=multiprocessing.current_process(), connection=ours, log=tmp_path / "log")
-    fleet._members["engine-1"] = member
-    if moment == "before it reads":
-        ours.send("a request")
-    if moment == "while it answers":
-        os.write(theirs.fileno(), (100).to_bytes(4, "big") + b"the first bytes of an answer")
-    theirs.close()
-    with ours, pytest.raises(DemoError, match="process engine-1 died"):
-        fleet.ask(["engine-1"], "train", timeout_seconds=30.0)

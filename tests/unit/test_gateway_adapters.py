@@ -18,7 +18,7 @@ from awex_delta.gateway import engine_router
 from awex_delta.gateway.adapters import engine_side, trainer_side
 from awex_delta.gateway.sides import Order, Side
 from awex_delta.protocol.receiver import Receiver
-from awex_delta.protocol.rendezvous import Rendezvous
+from awex_delta.protocol.rendezvous import Joining, Rendezvous
 from awex_delta.protocol.sender import Sender
 from awex_delta.settings.agreed import DeltaSettings
 from awex_delta.testing.dict_engine import DictEngine
@@ -26,7 +26,7 @@ from awex_delta.trainers.torch_adamw import TorchAdamWTrainer
 
 SHAPES = {"model.norm.weight": (8,)}
 MEETING = Rendezvous(num_engine_ranks=1, num_trainer_ranks=1, store=HashStore())
-ORDER = Order(pair="a", rendezvous=MEETING, settings=DeltaSettings(), first_rank=0, engine="e")
+ORDER = Order(pair="a", joining=Joining(rendezvous=MEETING, settings=DeltaSettings(), engine="e"))
 
 
 def foreign(package: str, name: str, **attributes: Any) -> Any:

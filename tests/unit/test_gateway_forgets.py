@@ -12,7 +12,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from awex_delta.gateway import app, create_app
-from awex_delta.gateway.pairs import Means
+from awex_delta.gateway.pairs import Services
 from tests.unit.test_gateway_hostile_sides import COUNTS, HEADERS, ON, TOKEN, Sides
 
 LIMIT = 4
@@ -116,13 +116,13 @@ def test_the_words_that_a_side_chooses_do_not_fill_the_metrics(client: TestClien
 
 
 def test_no_lock_of_a_url_outlives_its_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[Means] = []
+    made: list[Services] = []
 
-    def kept(**given: Any) -> Means:
-        made.append(Means(**given))
+    def kept(**given: Any) -> Services:
+        made.append(Services(**given))
         return made[-1]
 
-    monkeypatch.setattr(app, "Means", kept)
+    monkeypatch.setattr(app, "Services", kept)
     gateway = create_app(token=TOKEN, transport=httpx.MockTransport(Sides().answer))
     with TestClient(gateway, headers=HEADERS) as client:
         for number in range(20):

@@ -8,8 +8,9 @@ from typing import Any
 
 from awex_delta.gateway.host import SideHost, to_its_end
 from awex_delta.gateway.models import PairConfig
-from awex_delta.gateway.side_models import Meeting, SideConnect
+from awex_delta.gateway.side_models import SideConnect
 from awex_delta.gateway.sides import Holding, Side
+from awex_delta.protocol.rendezvous import Rendezvous
 
 ON = {"backend": "megatron:d1", "enable_delta_weight_update": True}
 
@@ -30,7 +31,7 @@ def test_a_side_is_busy_until_it_has_noted_what_a_call_did() -> None:
         pair="a",
         connection="f" * 32,
         config=PairConfig.model_validate({"train": ON, "rollout": {"backend": "vllm:d1"}}),
-        meeting=Meeting(host="h", port=1, name="n", num_engine_ranks=1, num_trainer_ranks=1),
+        meeting=Rendezvous(host="h", port=1, name="n", num_engine_ranks=1, num_trainer_ranks=1),
         first_rank=0,
         engine="e",
     )

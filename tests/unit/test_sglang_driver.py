@@ -14,18 +14,16 @@ import requests
 import torch
 
 from awex_delta.engines.sglang.driver import EngineControl, SglangDriver
-from awex_delta.engines.sglang.loader import LOAD_FORMAT, Instruction
+from awex_delta.engines.sglang.loader import LOAD_FORMAT
 from awex_delta.errors import UpdateError
+from awex_delta.protocol.rendezvous import Joining, Rendezvous
+from awex_delta.settings.agreed import DeltaSettings
 from examples.gsm8k_grpo.rollouts_sglang import Server
 
-ASKED = Instruction(
-    action="connect",
+JOINING = Joining(
+    rendezvous=Rendezvous(num_engine_ranks=1, num_trainer_ranks=1, port=4000),
+    settings=DeltaSettings(),
     engine="a",
-    first_engine_rank=0,
-    num_engine_ranks=1,
-    num_trainer_ranks=1,
-    host="127.0.0.1",
-    port=4000,
 )
 
 
@@ -87,7 +85,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("stand_in")
 def test_the_version_is_published_only_when_the_trainer_has_committed() -> None:
     engine = FakeEngine()
-    driver = SglangDriver(EngineControl(engine), ASKED)
+    driver = SglangDriver(EngineControl(engine), JOINING)
     driver.connect()
     driver.update_weights(7)
     assert (driver.version, driver.in_doubt) == (None, True), "any return of SGLang counts as success"
@@ -106,7 +104,7 @@ def test_the_version_is_published_only_when_the_trainer_has_committed() -> None:
 @pytest.mark.parametrize("answer", [(False, "Flush cache failed"), (None, ""), RuntimeError("dead")])
 def test_a_refusal_is_an_error_and_leaves_the_engine_in_doubt(answer: Any) -> None:
     engine = FakeEngine(answer)
-    driver = SglangDriver(EngineControl(engine), ASKED)
+    driver = SglangDriver(EngineControl(engine), JOINING)
     with pytest.raises((UpdateError, RuntimeError), match=r"SGLang refused the update: |dead"):
         driver.update_weights(1)
     assert driver.in_doubt
@@ -125,7 +123,7 @@ def test_a_session_that_sglang_does_not_begin_or_end_is_an_error(
     refuses: str, said: str, calls: list[Any]
 ) -> None:
     engine = FakeEngine(refuses=refuses)
-    driver = SglangDriver(EngineControl(engine), ASKED)
+    driver = SglangDriver(EngineControl(engine), JOINING)
     with pytest.raises(UpdateError, match=f"SGLang refused the update: {said}"):
         driver.update_weights(1)
     assert (driver.in_doubt, driver.version, engine.calls) == (True, None, calls)
@@ -136,7 +134,7 @@ def test_a_session_that_sglang_does_not_begin_or_end_is_an_error(
 def test_requests_that_just_ended_are_waited_for(busy: int, asked: list[float]) -> None:
     """SGLang counts them as running for a moment, and would keep what the old weights cached."""
     engine = FakeEngine(busy=busy)
-    SglangDriver(EngineControl(engine), ASKED).update_weights(3)  # the answer tells who still runs
+    SglangDriver(EngineControl(engine), JOINING).update_weights(3)  # the answer tells who still runs
     flushes = [("flush", seconds) for seconds in asked]
     assert engine.calls == [*flushes, ("begin", "target"), ("update", 3, True), "end"]
     engine.loop.close()
@@ -155,7 +153,7 @@ def test_the_client_of_a_server_waits_for_them_too(
         return SimpleNamespace(ok=not refused, json=lambda: {"success": True, "message": ""})
 
     monkeypatch.setattr(requests, "post", post)
-    SglangDriver(Server("http://s:1/", 2), ASKED).update_weights(3)
+    SglangDriver(Server("http://s:1/", 2), JOINING).update_weights(3)
     flushes = [("flush_cache", {"timeout": seconds}) for seconds in asked]
     routes = ["begin_weight_update", "update_weights_from_tensor", "end_weight_update"]
     assert calls == [*flushes, *((route, {}) for route in routes)]

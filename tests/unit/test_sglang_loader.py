@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 
 import pytest
 import torch
@@ -12,18 +11,14 @@ from torch import nn
 from awex_delta.engines.sglang import loader as sglang_loader
 from awex_delta.engines.sglang.loader import LOAD_FORMAT, TENSOR_NAME, Instruction, attached, load, message
 from awex_delta.errors import ConfigError
+from awex_delta.protocol.rendezvous import Joining, Rendezvous
 from awex_delta.settings.agreed import DeltaSettings
 
-INSTRUCTION = Instruction(
-    action="update",
-    engine="a",
-    first_engine_rank=2,
-    num_engine_ranks=4,
-    num_trainer_ranks=4,
-    host="10.0.0.7",
-    port=4000,
+JOINING = Joining(
+    rendezvous=Rendezvous(num_engine_ranks=4, num_trainer_ranks=4, host="10.0.0.7", port=4000),
     settings=DeltaSettings(anchor_interval=5, timeout_seconds=7.5),
-    version=9,
+    first_engine_rank=2,
+    engine="a",
 )
 
 
@@ -32,9 +27,9 @@ def text(content: bytes) -> torch.Tensor:
 
 
 def test_an_instruction_survives_its_tensor() -> None:
-    ((name, tensor),) = message(INSTRUCTION)
+    ((name, tensor),) = message("update", JOINING, version=9)
     assert (name, tensor.dtype, tensor.dim()) == ("awex_delta.instruction", torch.uint8, 1)
-    assert sglang_loader._read([(name, tensor)]) == INSTRUCTION
+    assert sglang_loader._read([(name, tensor)]) == Instruction(action="update", joining=JOINING, version=9)
 
 
 def test_the_load_format_names_the_loader() -> None:
@@ -75,5 +70,5 @@ def test_a_request_that_cannot_be_read_changes_nothing(
 
 def test_disconnecting_what_was_never_connected_is_harmless() -> None:
     model = nn.Linear(2, 2)
-    load(model, message(replace(INSTRUCTION, action="disconnect")))
+    load(model, message("disconnect", JOINING))
     assert attached(model) is None

@@ -10,11 +10,12 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from awex_delta.engines.vllm.async_control import AsyncControl
 from awex_delta.engines.vllm.driver import HttpControl, OfflineControl, Running, VllmDriver, init_info
 from awex_delta.errors import ConfigError, UpdateError
-from awex_delta.protocol.rendezvous import Rendezvous
+from awex_delta.protocol.rendezvous import Joining, Rendezvous
 from awex_delta.settings.agreed import DeltaSettings
 
 
@@ -175,13 +176,35 @@ def test_the_info_for_workers_is_plain_json() -> None:
     rendezvous = Rendezvous(num_engine_ranks=4, num_trainer_ranks=2, host="10.0.0.7", port=4711)
     info = init_info(rendezvous, DeltaSettings(anchor_interval=3), first_engine_rank=2, engine="b")
     assert json.loads(json.dumps(info)) == info
-    assert (info["host"], info["port"], info["first_engine_rank"], info["engine"]) == (
-        "10.0.0.7",
-        4711,
-        2,
-        "b",
-    )
-    assert info["settings"]["anchor_interval"] == 3
+    assert info["rendezvous"] == {
+        "num_engine_ranks": 4,
+        "num_trainer_ranks": 2,
+        "host": "10.0.0.7",
+        "port": 4711,
+        "name": "awex_delta",
+    }
+    assert (info["first_engine_rank"], info["engine"], info["settings"]["anchor_interval"]) == (2, "b", 3)
+    assert Joining(**info).rendezvous == rendezvous
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"port": 1 << 16}, "port"),
+        ({"port": "4711"}, "port"),
+        ({"host": "a b"}, "host"),
+        ({"num_engine_ranks": -1}, "num_engine_ranks"),
+        ({"num_engine_ranks": 0, "num_trainer_ranks": 0}, "give the number of ranks"),
+        ({"store": {}}, "store"),
+        ({"ports": 1}, "ports"),
+    ],
+)
+def test_a_meeting_point_that_cannot_be_is_refused_when_it_is_read(
+    change: dict[str, object], said: str
+) -> None:
+    info = init_info(Rendezvous(num_engine_ranks=1, num_trainer_ranks=1, port=4711), DeltaSettings())
+    with pytest.raises(ValidationError, match=said):
+        Joining(**{**info, "rendezvous": {**info["rendezvous"], **change}})
 
 
 class FakeLlm:

@@ -6,13 +6,13 @@ committed. The trainer knows; whoever coordinates both sides calls `publish` onc
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 
-from awex_delta.engines.sglang.loader import LOAD_FORMAT, Instruction, message
+from awex_delta.engines.sglang.loader import LOAD_FORMAT, Action, message
 from awex_delta.errors import UpdateError
+from awex_delta.protocol.rendezvous import Joining
 
 _SETTLE_SECONDS = 10.0
 
@@ -74,22 +74,20 @@ class SglangDriver:
     """Connects one SGLang engine to a trainer, and moves it from version to version.
 
     Example:
-        >>> driver = SglangDriver(EngineControl(engine), instruction)  # doctest: +SKIP
+        >>> driver = SglangDriver(EngineControl(engine), joining)  # doctest: +SKIP
         >>> driver.update_weights(version)  # while the trainer's ranks do the same  # doctest: +SKIP
         >>> driver.publish(version)  # once the trainer has committed it  # doctest: +SKIP
     """
 
-    def __init__(self, control: SglangControl, instruction: Instruction) -> None:
+    def __init__(self, control: SglangControl, joining: Joining) -> None:
         """Nothing is called yet.
 
         Args:
             control: the engine.
-            instruction: the pairing; its action and version are set in each call.
-
-        Collective: no.
+            joining: the pairing, and the engine's place in it.
         """
         self._control = control
-        self._asked = instruction
+        self._joining = joining
         self._version: int | None = None
         self._in_doubt = False
 
@@ -137,7 +135,5 @@ class SglangDriver:
         """Leave the pairing; the weights stay as they are. Collective: no."""
         self._send("disconnect", flush=False)
 
-    def _send(
-        self, action: Literal["update", "connect", "disconnect"], *, flush: bool, version: int = -1
-    ) -> None:
-        self._control.load(message(replace(self._asked, action=action, version=version)), flush=flush)
+    def _send(self, action: Action, *, flush: bool, version: int = -1) -> None:
+        self._control.load(message(action, self._joining, version=version), flush=flush)

@@ -11,23 +11,21 @@ weights which were never committed `load` raises, which ends SGLang's scheduler 
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import ClassVar, Literal
+from dataclasses import dataclass, replace
+from typing import Literal
 from weakref import WeakKeyDictionary
 
 import torch
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import nn
 
 from awex_delta.engines.sglang.adapter import SGLangEngine, rank_in_engine
 from awex_delta.errors import AwexDeltaError, ConfigError
 from awex_delta.protocol.receiver import Receiver
-from awex_delta.protocol.rendezvous import Rendezvous
+from awex_delta.protocol.rendezvous import Joining
 from awex_delta.protocol.stats import UpdateStats
-from awex_delta.settings.agreed import DeltaSettings
 
 logger = logging.getLogger(__name__)
 
@@ -38,67 +36,55 @@ TENSOR_NAME = "awex_delta.instruction"
 _MAX_BYTES = 1 << 16
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Instruction:
+Action = Literal["update", "connect", "invalidate", "disconnect"]
+
+
+class Instruction(BaseModel):
     """What one request asks of every worker of one SGLang instance.
 
-    action: "update" (connects where that is still to be done), "connect" alone, "invalidate" (the weights
-        were lost or reloaded, so the next update is full) or "disconnect".
-    engine: name of this SGLang instance, another one for each that shares the pairing.
-    first_engine_rank: rank of its first worker among all engine ranks of the pairing.
-    num_engine_ranks, num_trainer_ranks, host, port, pair: the `Rendezvous`; `pair` is its name.
-    settings: as the trainer resolved them.
+    action: "update" (connects first if the workers are not connected), "connect" alone, "invalidate" (the
+        weights were lost or reloaded, so the next update is full) or "disconnect".
+    joining: the pairing, and this instance's place in it.
     version: of an update.
     """
 
     # A field that is misspelt must not silently mean its default.
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
-    action: Literal["update", "connect", "invalidate", "disconnect"]
-    engine: str
-    first_engine_rank: int
-    num_engine_ranks: int
-    num_trainer_ranks: int
-    host: str
-    port: int
-    pair: str = "awex_delta"
-    settings: DeltaSettings = field(default_factory=DeltaSettings)
+    action: Action
+    joining: Joining
     version: int = -1
-
-
-_INSTRUCTION = TypeAdapter(Instruction)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attached:
     """What one worker keeps of one pairing.
 
-    asked: the instruction that made it, without its action and version.
-    outcome: what the last request did; its error where it failed.
+    joining: as the request that made it said.
+    outcome: what the last request did, or the error with which it failed.
     """
 
     view: SGLangEngine
     receiver: Receiver
-    asked: Instruction
+    joining: Joining
     outcome: UpdateStats | AwexDeltaError | None = None
 
 
 _attached: WeakKeyDictionary[nn.Module, Attached] = WeakKeyDictionary()
 
 
-def message(instruction: Instruction) -> list[tuple[str, torch.Tensor]]:
+def message(action: Action, joining: Joining, *, version: int = -1) -> list[tuple[str, torch.Tensor]]:
     """The `named_tensors` of a request.
 
     Args:
-        instruction: what the workers are to do.
+        action, joining, version: what the workers are to do; see `Instruction`.
 
     Returns:
-        One named tensor: the JSON text as uint8, on the CPU.
-
-    Collective: no.
+        One named tensor: the JSON text of an `Instruction` as uint8, on the CPU.
     """
-    text = json.dumps(asdict(instruction)).encode()
-    return [(TENSOR_NAME, torch.frombuffer(bytearray(text), dtype=torch.uint8))]
+    instruction = Instruction(action=action, joining=joining, version=version)
+    text = bytearray(instruction.model_dump_json().encode())
+    return [(TENSOR_NAME, torch.frombuffer(text, dtype=torch.uint8))]
 
 
 def attached(model: nn.Module) -> Attached | None:
@@ -139,7 +125,7 @@ def _read(named_tensors: Sequence[tuple[str, torch.Tensor]]) -> Instruction:
     if tensor.dtype != torch.uint8 or tensor.dim() != 1 or tensor.numel() > _MAX_BYTES:
         raise ConfigError(f"{TENSOR_NAME} is {tensor.dtype} {tuple(tensor.shape)}, not JSON text as uint8")
     try:
-        return _INSTRUCTION.validate_json(bytes(tensor.tolist()))
+        return Instruction.model_validate_json(bytes(tensor.tolist()))
     except ValidationError as error:
         raise ConfigError(f"{TENSOR_NAME} cannot be read: {error}") from error
 
@@ -150,7 +136,7 @@ def _carry_out(model: nn.Module, instruction: Instruction) -> None:
         if held is not None:
             held.receiver.close()
         return
-    held = _attach(model, instruction)
+    held = _attach(model, instruction.joining)
     outcome: UpdateStats | None = None
     if instruction.action == "invalidate":
         held.receiver.invalidate()
@@ -161,32 +147,25 @@ def _carry_out(model: nn.Module, instruction: Instruction) -> None:
     _attached[model] = replace(held, outcome=outcome)
 
 
-def _attach(model: nn.Module, instruction: Instruction) -> Attached:
-    asked = replace(instruction, action="connect", version=-1)
+def _attach(model: nn.Module, joining: Joining) -> Attached:
     held = _attached.get(model)
-    if held is not None and held.asked == asked:
+    if held is not None and held.joining == joining:
         return held
     if held is not None:
-        raise ConfigError(f"connected as {held.asked}; disconnect before asking for {asked}")
-    if any(other.asked == asked for other in _attached.values()):
+        raise ConfigError(f"connected as {held.joining}; disconnect before asking for {joining}")
+    if any(other.joining == joining for other in _attached.values()):
         raise ConfigError("a second model of this worker was asked, a draft model? Send selector='target'")
     view = SGLangEngine(model)
     receiver = Receiver(
         view,
-        Rendezvous(
-            num_engine_ranks=asked.num_engine_ranks,
-            num_trainer_ranks=asked.num_trainer_ranks,
-            host=asked.host,
-            port=asked.port,
-            name=asked.pair,
-        ),
-        asked.first_engine_rank + rank_in_engine(),
-        asked.engine,
-        asked.settings,
+        joining.rendezvous,
+        joining.first_engine_rank + rank_in_engine(),
+        joining.engine,
+        joining.settings,
         # In the update's own phases, so that one rank's doubt reaches the agreement of all.
         on_phase=lambda phase: view.require_unmoved() if phase in ("prepare", "stage") else None,
         device=view.device,
     )
-    held = Attached(view=view, receiver=receiver, asked=asked)
+    held = Attached(view=view, receiver=receiver, joining=joining)
     _attached[model] = held
     return held

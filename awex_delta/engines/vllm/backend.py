@@ -12,27 +12,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine
 from awex_delta.engines.vllm.adapter import VllmEngine
 from awex_delta.errors import ConfigError, ConnectError, UpdateError
 from awex_delta.protocol.receiver import Receiver
-from awex_delta.protocol.rendezvous import Rendezvous
-from awex_delta.settings.agreed import DeltaSettings
-
-
-class InitInfo(BaseModel):
-    """What `init_weight_transfer_engine` is given; `vllm_driver.init_info` makes it.
-
-    first_engine_rank: of this deployment's ranks among all engine ranks of the rendezvous.
-    engine: name of this deployment, another one for each.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    host: str
-    port: int = Field(gt=0, lt=65536)
-    name: str = "awex_delta"
-    num_engine_ranks: int = Field(ge=1)
-    num_trainer_ranks: int = Field(ge=1)
-    first_engine_rank: int = Field(default=0, ge=0)
-    engine: str = "vllm"
-    settings: DeltaSettings
+from awex_delta.protocol.rendezvous import Joining
 
 
 class UpdateInfo(BaseModel):
@@ -46,7 +26,7 @@ class UpdateInfo(BaseModel):
 class VllmTransferEngine(WeightTransferEngine):  # type: ignore[misc] # vLLM is not type-checked here
     """Lives in one worker beside its model. Made by vLLM's factory."""
 
-    init_info_cls = InitInfo
+    init_info_cls = Joining
     update_info_cls = UpdateInfo
     supports_draft_weight_update = False
 
@@ -56,7 +36,7 @@ class VllmTransferEngine(WeightTransferEngine):  # type: ignore[misc] # vLLM is 
         self._view: VllmEngine | None = None
         self._committed = False
 
-    def init_transfer_engine(self, init_info: InitInfo) -> None:
+    def init_transfer_engine(self, joining: Joining) -> None:
         """Prove that the model can be updated in place, then meet the trainer. Called again, it reconnects.
 
         Raises:
@@ -66,21 +46,15 @@ class VllmTransferEngine(WeightTransferEngine):  # type: ignore[misc] # vLLM is 
         Collective: over all trainer and engine ranks: the trainer's `connect` must run meanwhile.
         """
         self.shutdown()
-        rank, engine = self._place(init_info)
+        rank, engine = self._place(joining)
         with set_current_vllm_config(self.vllm_config):
             view = VllmEngine(self.model)
         receiver = Receiver(
             view,
-            Rendezvous(
-                host=init_info.host,
-                port=init_info.port,
-                name=init_info.name,
-                num_engine_ranks=init_info.num_engine_ranks,
-                num_trainer_ranks=init_info.num_trainer_ranks,
-            ),
+            joining.rendezvous,
             rank,
             engine,
-            init_info.settings,
+            joining.settings,
             device=self.device,
         )
         try:
@@ -130,7 +104,7 @@ class VllmTransferEngine(WeightTransferEngine):  # type: ignore[misc] # vLLM is 
             raise UpdateError("call init_weight_transfer_engine first: this worker has met no trainer")
         return self._receiver
 
-    def _place(self, init_info: InitInfo) -> tuple[int, str]:
+    def _place(self, joining: Joining) -> tuple[int, str]:
         """This worker's engine rank, and the name of the copy of the model that it shares."""
         parallel = self.parallel_config
         if parallel.pipeline_parallel_size > 1:
@@ -139,7 +113,7 @@ class VllmTransferEngine(WeightTransferEngine):  # type: ignore[misc] # vLLM is 
                 f"data and expert parallelism only. Remedy: pipeline_parallel_size=1"
             )
         replica, per_replica = parallel.data_parallel_index, parallel.world_size
-        rank = init_info.first_engine_rank + replica * per_replica + parallel.rank
+        rank = joining.first_engine_rank + replica * per_replica + parallel.rank
         # Experts are spread over the replicas, which hold one model together then.
         shared = parallel.enable_expert_parallel or parallel.data_parallel_size == 1
-        return rank, init_info.engine if shared else f"{init_info.engine}/{replica}"
+        return rank, joining.engine if shared else f"{joining.engine}/{replica}"

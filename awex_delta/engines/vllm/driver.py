@@ -12,13 +12,12 @@ on, or `resume` does. The error says whether the weights are still those of the 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any, Literal, Protocol, TypeAlias, get_args
 
 import requests
 
 from awex_delta.errors import ConfigError, UpdateError
-from awex_delta.protocol.rendezvous import Rendezvous
+from awex_delta.protocol.rendezvous import Joining, Rendezvous
 from awex_delta.settings.agreed import DeltaSettings
 
 Running: TypeAlias = Literal["pause", "finish", "abort"]
@@ -301,7 +300,7 @@ class VllmDriver:
 def init_info(
     rendezvous: Rendezvous, settings: DeltaSettings, *, first_engine_rank: int = 0, engine: str = "vllm"
 ) -> dict[str, Any]:
-    """What vLLM's workers need to meet the trainer, as JSON values.
+    """What vLLM's workers need to meet the trainer: a `Joining` as JSON values.
 
     Args:
         rendezvous: with the host and port of a store that `host_store` opened.
@@ -311,13 +310,7 @@ def init_info(
 
     Collective: no.
     """
-    return {
-        "host": rendezvous.host,
-        "port": rendezvous.port,
-        "name": rendezvous.name,
-        "num_engine_ranks": rendezvous.num_engine_ranks,
-        "num_trainer_ranks": rendezvous.num_trainer_ranks,
-        "first_engine_rank": first_engine_rank,
-        "engine": engine,
-        "settings": asdict(settings),
-    }
+    joining = Joining(
+        rendezvous=rendezvous, settings=settings, first_engine_rank=first_engine_rank, engine=engine
+    )
+    return joining.model_dump(mode="json")
