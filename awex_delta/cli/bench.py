@@ -23,6 +23,11 @@ app = typer.Typer(
 )
 
 METHOD_FIELDS = ("seconds", "commit_seconds", "kept_bytes", "peak_extra_bytes", "wire_bytes")
+SCALE_FIELDS = (
+    *("tensors", "storages", "encoding", "identical", "changed_share", "connect_seconds", "delta_seconds"),
+    *("full_seconds", "delta_over_full_seconds", "full_digest_over_transfer", "microseconds_per_tensor"),
+)
+PROVE_FIELDS = ("parameters", "elements", "kinds", "seconds", "peak_bytes", "threads")
 LIVE_FIELDS = ("apply_over_scatter", "vllm_sparse_over_apply", "pause_seconds")
 
 
@@ -133,6 +138,70 @@ def wire(
     Console().print(table)
 
 
+@app.command()
+def scale(
+    as_json: JsonOption = False,
+    tensors: Annotated[
+        int, typer.Option(help="HF tensors of the larger size; the other has a quarter.", min=64)
+    ] = 18_867,
+    elements: Annotated[int, typer.Option(help="Of each tensor, a multiple of 64.", min=64)] = 2048,
+    changed: Annotated[
+        float, typer.Option(help="Share of the weights that a step changes, about.", min=0, max=0.1)
+    ] = 0.01,
+    encoding: Annotated[
+        list[str] | None, typer.Option(help=f"Of the deltas, one or more of {', '.join(CODECS)}.")
+    ] = None,
+    repeats: Annotated[int, typer.Option(help="Measured deltas, and as many full syncs.", min=1)] = 5,
+    plan: Annotated[
+        str | None, typer.Option(help="Measure connecting instead: a model and ranks, qwen3_30b_a3b:8+8.")
+    ] = None,
+    prove: Annotated[bool, typer.Option(help="Measure the proof of relocations at connect instead.")] = False,
+) -> None:
+    """What an update costs by the tensor: a mixture of experts as one trainer rank and one engine rank.
+
+    Beside it stands AWEX's full sync of the same tensors. Without --encoding two encodings are measured.
+    """
+    if plan is not None:
+        _scale_plan(as_json, plan)
+        return
+    if prove:
+        with _measuring(as_json):
+            record = _benchmark("prove").run()
+        if as_json:
+            print_json(record)
+        else:
+            _show(record, PROVE_FIELDS)
+        return
+    benchmark = _benchmark("scale")
+    encodings = tuple(encoding or benchmark.ENCODINGS)
+    for one in encodings:
+        if one not in CODECS:
+            raise typer.BadParameter(f"{one!r} is none of {', '.join(CODECS)}.", param_hint="--encoding")
+    if elements % 64:
+        raise typer.BadParameter(f"{elements} is not a multiple of 64.", param_hint="--elements")
+    with _measuring(as_json):
+        record = benchmark.run(
+            tensors=tensors, elements=elements, changed=changed, encodings=encodings, repeats=repeats
+        )
+    if as_json:
+        print_json(record)
+        return
+    _show_rows(record["rows"], SCALE_FIELDS)
+    _show_rows(record["slopes"], tuple(record["slopes"][0]))
+
+
+def _scale_plan(as_json: bool, shape: str) -> None:
+    plans = _benchmark("plans")
+    if shape not in plans.SHAPES:
+        raise typer.BadParameter(f"{shape!r} is none of {', '.join(plans.SHAPES)}.", param_hint="--plan")
+    with _measuring(as_json):
+        record = plans.run(shape)
+    if as_json:
+        print_json(record)
+    else:
+        _show_rows(record["rows"], tuple(record["rows"][0]))
+
+
 @contextmanager
 def _measuring(as_json: bool) -> Iterator[None]:
     """Something that moves in a terminal while minutes pass; stdout is kept where JSON is asked for."""
@@ -160,6 +229,13 @@ def _show(record: dict[str, Any], fields: tuple[str, ...]) -> None:
         table.add_row(
             f"{kind}, seconds by phase", ", ".join(f"{name} {value:.3f}" for name, value in phases.items())
         )
+    Console().print(table)
+
+
+def _show_rows(rows: list[dict[str, Any]], fields: tuple[str, ...]) -> None:
+    table = Table(*(field.replace("_", " ") for field in fields))
+    for row in rows:
+        table.add_row(*(_number(row[field]) for field in fields))
     Console().print(table)
 
 
