@@ -131,8 +131,6 @@ def create_app(
 
     Raises:
         ConfigError: the token is easily guessed.
-
-    Collective: no.
     """
     check_token(token)
     check_token(side_token)

@@ -59,7 +59,7 @@ def trainer_router(
         UnsupportedError: the objects are none of these; names their types.
         ConfigError: the token is easily guessed.
 
-    Collective: no. Every trainer rank mounts its own.
+    Every trainer rank mounts its own.
     """
     side = trainer_side(trained, optimizer, hf_config=hf_config, masters=masters, router_dtype=router_dtype)
     return side_router(side, token=token, prefix=prefix)
@@ -86,8 +86,6 @@ def engine_router(
     Raises:
         UnsupportedError: the object is none of these; names its type.
         ConfigError: the token is easily guessed, or `num_ranks` is missing.
-
-    Collective: no.
     """
     return side_router(engine_side(engine, num_ranks=num_ranks), token=token, prefix=prefix)
 
@@ -100,8 +98,6 @@ def side_router(side: Side, *, token: str | None, prefix: str = "", tags: Sequen
         token: what the gateway must show; None for nothing.
         prefix: before every path.
         tags: in the OpenAPI document; the role where there are none.
-
-    Collective: no.
     """
     host = SideHost(side)
 

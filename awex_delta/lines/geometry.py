@@ -90,8 +90,6 @@ def select(index: torch.Tensor, shape: tuple[int, ...], box: Box) -> Selection:
 
     Returns:
         Positions in the box (ascending, C order of the box) and which of `index` they are.
-
-    Collective: no.
     """
     bounds = row_range(box, shape)
     if bounds is not None:

@@ -41,7 +41,6 @@ class SGLangEngine:
         device: where the weights live.
 
     Nothing is checked here: `tensors` does, within `connect`, where a refusal reaches every rank at once.
-    Collective: no.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -65,8 +64,6 @@ class SGLangEngine:
 
         Raises:
             LayoutError: a weight was moved, repacked or replaced. Disconnect, and connect again.
-
-        Collective: no.
         """
         for old, new in zip(self._parts, _parts(self._model), strict=True):
             if _place(old) != _place(new):
@@ -83,7 +80,7 @@ class SGLangEngine:
 
 
 def rank_in_engine() -> int:
-    """Rank of this worker in its SGLang instance, over its tensor and pipeline ranks. Collective: no."""
+    """Rank of this worker in its SGLang instance, over its tensor and pipeline ranks."""
     from sglang.srt.distributed.parallel_state import get_world_group
 
     rank: int = get_world_group().rank_in_group

@@ -127,12 +127,12 @@ class SglangDriver:
         self._send("update", version=version, flush=True)
 
     def publish(self, version: int) -> None:
-        """Let SGLang report a version that the trainer has committed. Collective: no."""
+        """Let SGLang report a version that the trainer has committed."""
         self._control.publish(str(version))
         self._version, self._in_doubt = version, False
 
     def disconnect(self) -> None:
-        """Leave the pairing; the weights stay as they are. Collective: no."""
+        """Leave the pairing; the weights stay as they are."""
         self._send("disconnect", flush=False)
 
     def _send(self, action: Action, *, flush: bool, version: int = -1) -> None:

@@ -206,8 +206,6 @@ class VllmDriver:
 
         Raises:
             ConfigError: `running` is not known.
-
-        Collective: no.
         """
         if running not in get_args(Running):
             raise ConfigError(f"running={running!r}: give one of {', '.join(get_args(Running))}")
@@ -279,11 +277,11 @@ class VllmDriver:
         self.resume()
 
     def disconnect(self) -> None:
-        """Leave the pairing. Weights and requests stay as they are. Collective: no."""
+        """Leave the pairing. Weights and requests stay as they are."""
         self._control.leave()
 
     def resume(self) -> None:
-        """Let requests go on after a failed update, with the weights as they are. Collective: no.
+        """Let requests go on after a failed update, with the weights as they are.
 
         Raises:
             UpdateError: vLLM says afterwards that it schedules none.
@@ -307,8 +305,6 @@ def init_info(
         settings: the same as on the trainer's side.
         first_engine_rank: of this deployment's ranks among all engine ranks of the rendezvous.
         engine: name of this deployment, another one for each.
-
-    Collective: no.
     """
     joining = Joining(
         rendezvous=rendezvous, settings=settings, first_engine_rank=first_engine_rank, engine=engine
