@@ -228,7 +228,7 @@ def run(*, num_elements: int = 32_000_000, repeats: int = 5) -> dict[str, object
     baseline = snapshot(training)
     first_call = seconds(lambda: detect(training))
     detection = detect(training)
-    digests = Digests.of(training.weight, training.before, detection.changes)
+    digests = Digests.of(training.before, detection.changes)
     timed: Mapping[str, Callable[[], object]] = {
         "copy": lambda: target.copy_(training.main),
         "detect": lambda: detect(training),

@@ -114,11 +114,13 @@ def moments(
 
 
 def flat(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-    """A range of the elements of a contiguous tensor, live and flat. To be called without gradients.
+    """A range of the elements of a contiguous tensor, live, flat and without gradients.
 
     It is called for every tensor of every update, so that no operation is spent on what is flat and whole.
     """
-    if tensor.dim() != 1 or tensor.requires_grad:
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    if tensor.dim() != 1:
         tensor = tensor.view(-1)
     return tensor if start == 0 and tensor.numel() == stop else tensor[start:stop]
 

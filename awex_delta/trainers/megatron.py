@@ -144,7 +144,6 @@ class MegatronTrainer:
             return self._biases[key].get_buffer("expert_bias")
         return self._params[key].detach()
 
-    @torch.no_grad()
     def owned_slices(self) -> list[OwnedSlice]:
         """The ranges whose optimizer state this rank holds."""
         steps = self._current_steps()

@@ -187,7 +187,6 @@ class TorchAdamWTrainer:
         """The live weight of `key`. Collective: no."""
         return self._weights[key].detach()
 
-    @torch.no_grad()
     def owned_slices(self) -> list[OwnedSlice]:
         """This rank's part of every bf16 parameter."""
         optimizer = self._optimizer
