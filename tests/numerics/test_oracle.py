@@ -252,9 +252,8 @@ def test_every_change_is_found_and_little_else(form: str) -> None:
         assert sum(counts["changed"] for counts in seen) > 0.3 * num_elements
     for (kind, compiled, lr), counts in totals.items():
         changed, extra = (counts[name] / counts["elements"] for name in ("changed", "extra"))
-        print(
-            f"{form} | {'compiled' if compiled else 'eager'} | {kind} | {lr:.0e} | {counts['elements']} | {changed:.2%} | {extra / changed:.3%}"
-        )
+        where = f"{form} | {'compiled' if compiled else 'eager'} | {kind} | {lr:.0e}"
+        print(f"{where} | {counts['elements']} | {changed:.2%} | {extra / changed:.3%}")
 
 
 def kernel_counts(step: AdamWStep, *, told: AdamWStep | None = None, seed: int = 0) -> Counter[str]:
