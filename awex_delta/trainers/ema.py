@@ -233,7 +233,8 @@ class EmaShadow:
         for key, info in self._infos.items():
             if info.trained and not info.sparse:
                 policy = _trained(info, self._view.tensor(key)).reshape(-1)
-                for old, new in zip(self._averages[key].split(_PIECE), policy.split(_PIECE), strict=True):
+                averages = torch.split(self._averages[key], _PIECE)
+                for old, new in zip(averages, torch.split(policy, _PIECE), strict=True):
                     yield old, new, None
 
     def _move(self, old: torch.Tensor, new: torch.Tensor, piece: Piece | None) -> None:

@@ -14,7 +14,7 @@ from awex.sharding.rank_info import RankInfo
 from megatron.core.distributed import DistributedDataParallel
 
 from awex_delta.detection.baselines import Baselines
-from awex_delta.detection.optimizers import moments, step_counts
+from awex_delta.detection.optimizers import flat, moments, step_counts
 from awex_delta.detection.slices import Detection, OwnedSlice, param_key
 from awex_delta.errors import UnsupportedError
 from awex_delta.protocol.verdict import Reason
@@ -144,7 +144,6 @@ class MegatronTrainer:
             return self._biases[key].get_buffer("expert_bias")
         return self._params[key].detach()
 
-    @torch.no_grad()
     def owned_slices(self) -> list[OwnedSlice]:
         """The ranges whose optimizer state this rank holds."""
         steps = self._current_steps()
@@ -159,10 +158,10 @@ class MegatronTrainer:
                     start=start,
                     stop=stop,
                     begin=self._begins[key] + start,
-                    main=None if part.main is None else part.main.view(-1),
-                    weight=self._params[key].view(-1)[start:stop],
-                    exp_avg=exp_avg,
-                    exp_avg_sq=exp_avg_sq,
+                    main=None if part.main is None else flat(part.main, 0, stop - start),
+                    weight=flat(self._params[key], start, stop),
+                    exp_avg=None if exp_avg is None else flat(exp_avg, 0, stop - start),
+                    exp_avg_sq=None if exp_avg_sq is None else flat(exp_avg_sq, 0, stop - start),
                     step=steps[key],
                 )
             )

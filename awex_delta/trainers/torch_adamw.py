@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from awex_delta.detection.baselines import Baselines
-from awex_delta.detection.optimizers import moments, step_counts
+from awex_delta.detection.optimizers import flat, moments, step_counts
 from awex_delta.detection.slices import Detection, OwnedSlice, param_key
 from awex_delta.errors import UnsupportedError
 from awex_delta.protocol.verdict import Reason
@@ -25,7 +25,7 @@ _EMBEDDING = "model.embed_tokens.weight"
 _LM_HEAD = "lm_head.weight"
 
 _Owned = tuple[WeightInfo, int, torch.Tensor, torch.Tensor | None, torch.Tensor]
-"""A weight that this rank owns a part of: begin in the trainer's line, live weight, master, and what is stepped."""
+"""What is owned in part: begin in the trainer's line, live weight, master, and the tensor that is stepped."""
 
 
 class TorchAdamWTrainer:
@@ -187,7 +187,6 @@ class TorchAdamWTrainer:
         """The live weight of `key`. Collective: no."""
         return self._weights[key].detach()
 
-    @torch.no_grad()
     def owned_slices(self) -> list[OwnedSlice]:
         """This rank's part of every bf16 parameter."""
         optimizer = self._optimizer
@@ -203,10 +202,10 @@ class TorchAdamWTrainer:
                     start=start,
                     stop=stop,
                     begin=begin + start,
-                    main=_part(master, start, stop),
-                    weight=weight.view(-1)[start:stop],
-                    exp_avg=_part(exp_avg, start, stop),
-                    exp_avg_sq=_part(exp_avg_sq, start, stop),
+                    main=None if master is None else flat(master, start, stop),
+                    weight=flat(weight, start, stop),
+                    exp_avg=None if exp_avg is None else flat(exp_avg, start, stop),
+                    exp_avg_sq=None if exp_avg_sq is None else flat(exp_avg_sq, start, stop),
                     step=step,
                 )
             )
@@ -299,11 +298,6 @@ class TorchAdamWTrainer:
                     f"of it: hand its fp32 master to the optimizer and in `masters`, or freeze it"
                 )
         return found
-
-
-def _part(tensor: torch.Tensor | None, start: int, stop: int) -> torch.Tensor | None:
-    """A range of a tensor's elements, live."""
-    return None if tensor is None else tensor.view(-1)[start:stop]
 
 
 def _rank_info(dp_rank: int, dp_size: int) -> Mapping[str, int | str | bool]:

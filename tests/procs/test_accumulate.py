@@ -14,8 +14,7 @@ from awex_delta.settings.agreed import DeltaSettings
 from awex_delta.testing.procs import Rank, run_ranks
 from awex_delta.testing.tiny_models import TinySpec
 from awex_delta.trainers.view import WeightInfo
-from tests.changes import by_parameter
-from tests.procs.test_megatron_trainer import bits, decaying, start
+from tests.procs.test_megatron_trainer import bits, by_key, decaying, start
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -51,14 +50,13 @@ def train_and_watch(me: Rank, spec: TinySpec) -> list[Seen]:
         detection = view.detect()
         assert detection.reason is Reason.NONE, detection
         view.gather_params()
-        found = by_parameter(view.weights(), detection.changes)
         seen.append(
             Seen(
                 weights=tuple(view.weights()),
                 old=old,
                 new=bits(view),
-                index={key: changes.pos for key, changes in found.items()},
-                code={key: changes.code for key, changes in found.items() if changes.code is not None},
+                index={key: index for key, (index, _) in by_key(view, detection).items()},
+                code={key: code for key, (_, code) in by_key(view, detection).items()},
             )
         )
     tiny.optimizer.load_state_dict(tiny.optimizer.state_dict())

@@ -14,7 +14,7 @@ from awex_delta.settings.agreed import DeltaSettings
 from awex_delta.testing.procs import Rank, run_ranks
 from awex_delta.testing.tiny_models import TinySpec, build_trainer
 from awex_delta.trainers.megatron import MegatronTrainer
-from tests.changes import by_parameter
+from tests.procs.test_megatron_trainer import by_key
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -56,13 +56,9 @@ def train_and_watch(me: Rank, spec: TinySpec) -> Seen:
         truth[info.key] = differs.view(-1).nonzero().view(-1).tolist()
     view.committed()
     assert view.detect().num_changed == 0
-    found = by_parameter(view.weights(), detection.changes)
     return Seen(
         truth=truth,
-        found={
-            key: changes.pos.tolist()
-            for key, changes in by_parameter(view.weights(), detection.changes).items()
-        },
+        found={key: index.tolist() for key, (index, _) in by_key(view, detection).items()},
         num_bytes=copy.num_bytes,
         num_owned=detection.num_owned,
         num_elements=sum(weight.numel() for weight in before.values()),
