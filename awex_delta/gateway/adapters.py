@@ -78,7 +78,7 @@ def engine_side(engine: Any, *, num_ranks: int | None = None) -> Side:
 
     Raises:
         UnsupportedError: the object is of no known kind.
-        ConfigError: `num_ranks` is missing, or given where it is known.
+        ConfigError: `num_ranks` is missing, or given although it is known.
     """
     if isinstance(engine, VllmDriver):
         if num_ranks is None or num_ranks < 1:

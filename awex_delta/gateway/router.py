@@ -46,7 +46,7 @@ def trainer_router(
             * a `torch.nn.Module`, or a mapping of names to tensors (with `optimizer`, a
               `torch.optim.AdamW`, and `masters`)
             * a `TrainerView`
-            * a `Sender`, or a mapping of pair names to Senders, where one trainer serves several pairs
+            * a `Sender`, or a mapping of pair names to Senders, if one trainer serves several pairs
 
         optimizer: Megatron's, or torch's.
         token: what the gateway must show. None lets everybody in who reaches the port.
@@ -97,7 +97,7 @@ def side_router(side: Side, *, token: str | None, prefix: str = "", tags: Sequen
         side: what stands behind it.
         token: what the gateway must show; None for nothing.
         prefix: before every path.
-        tags: in the OpenAPI document; the role where there are none.
+        tags: in the OpenAPI document; the role if there are none.
     """
     host = SideHost(side)
 

@@ -175,7 +175,7 @@ def _qkv(path: str, own_name: str, module: Any, tensor: torch.Tensor) -> Iterato
         raise LayoutError(f"{path}: no rule names the HF tensors of a fused attention of this name")
     rank, size = _rank_and_size(module.tp_group)
     kv_rank, kv_size = _rank_and_size(module.kv_tp_group)
-    # Neighbouring ranks hold the same key-value heads where there are fewer heads than ranks.
+    # Neighbouring ranks hold the same key-value heads if there are fewer heads than ranks.
     kv_rank, kv_size = kv_rank // module.num_kv_head_replicas, kv_size // module.num_kv_head_replicas
     pieces = [
         (f"{prefix}q_proj", module.q_proj_shard_size, rank, size),

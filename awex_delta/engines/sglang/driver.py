@@ -21,10 +21,10 @@ class SglangControl(Protocol):
     """SGLang's own calls that an update needs. All block."""
 
     def flush(self, seconds: float) -> bool:
-        """Drop the cache once no request runs, within `seconds`. False where one runs longer."""
+        """Drop the cache once no request runs, within `seconds`. False if one runs longer."""
 
     def load(self, named_tensors: list[tuple[str, torch.Tensor]], *, flush: bool) -> None:
-        """Give tensors to our loader in every worker. Raises UpdateError where SGLang refuses."""
+        """Give tensors to our loader in every worker. Raises UpdateError if SGLang refuses."""
 
     def publish(self, version: str) -> None:
         """Let SGLang report `version` as its weight version."""

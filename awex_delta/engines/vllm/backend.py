@@ -89,7 +89,7 @@ class VllmTransferEngine(WeightTransferEngine):  # type: ignore[misc] # vLLM is 
         self._committed = stats.version == update_info.version
 
     def finish_weight_update(self) -> None:
-        """End an update that committed. Raises UpdateError where none did."""
+        """End an update that committed. Raises UpdateError if none did."""
         if not self._committed:
             raise UpdateError("finish_weight_update: no update was committed since start_weight_update")
 

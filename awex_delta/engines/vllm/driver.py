@@ -37,7 +37,7 @@ class VllmControl(Protocol):
         """Schedule requests again."""
 
     def paused(self) -> bool:
-        """True where vLLM schedules no request now, whoever stopped it."""
+        """True while vLLM schedules no request, whoever stopped it."""
 
     def init(self, info: Mapping[str, Any]) -> None:
         """`init_weight_transfer_engine` in every worker."""
@@ -111,7 +111,7 @@ class HttpControl:
     Args:
         url: such as `http://127.0.0.1:8000`.
         timeout_seconds: longest wait for any answer; more than an update may take.
-        api_key: the server's, None where it asks for none.
+        api_key: the server's, None if it asks for none.
     """
 
     def __init__(self, url: str, *, timeout_seconds: float = 600.0, api_key: str | None = None) -> None:

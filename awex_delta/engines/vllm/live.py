@@ -18,7 +18,7 @@ _MARK = "awex_delta_live"
 
 
 class _UnlessLive:
-    """Stands for a flag of vLLM, and is false where weights must stay live."""
+    """Stands for a flag of vLLM, and is false while weights must stay live."""
 
     def __init__(self, flag: object) -> None:
         self._flag = flag
