@@ -10,6 +10,7 @@ Deltas and AWEX's full syncs alternate, in two sizes, so that the slope between 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import time
@@ -155,16 +156,15 @@ def run(
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as a rank of many on a machine
-    rows = []
+    rows: list[dict[str, Any]] = []
     try:
         for size in (tensors // 4, tensors):
             shape = Shape.of(size, elements)
             trainer = ExpertsTrainer(shape, LR_FOR_ALL * changed, SETTINGS)
-            for encoding in encodings:
-                for storages in STORAGES:
-                    rows.append(
-                        measure(trainer, shape, storages=storages, encoding=encoding, repeats=repeats)
-                    )
+            rows += [
+                measure(trainer, shape, storages=storages, encoding=encoding, repeats=repeats)
+                for encoding, storages in itertools.product(encodings, STORAGES)
+            ]
     finally:
         torch.set_num_threads(threads)
     return {
