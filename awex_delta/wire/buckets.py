@@ -97,13 +97,15 @@ def cut(
         raise _too_small(bucket_bytes)
     starts = range(0, whole_prefix, step)
     prefix = [Bucket(span=Span(at, min(at + step, whole_prefix)), whole=True) for at in starts]
-    return (*prefix, *_sparse_buckets(changes, codec, dtype, Span(whole_prefix, numel), room, unstated))
+    rest = Span(whole_prefix, numel)
+    return (*prefix, *_sparse_buckets(changes, codec, dtype, rest, bucket_bytes, unstated))
 
 
 def _sparse_buckets(
-    changes: Changes, codec: Codec, dtype: torch.dtype, rest: Span, room: int, unstated: int | None
+    changes: Changes, codec: Codec, dtype: torch.dtype, rest: Span, bucket_bytes: int, unstated: int | None
 ) -> Iterator[Bucket]:
     """Buckets of the part that travels as changes."""
+    room = frame_bytes(bucket_bytes)
     begin, first = rest.begin, _number_at(changes, rest.begin)
     while begin < rest.end:
         reach = min(begin + MAX_SPAN, rest.end)
@@ -118,7 +120,7 @@ def _sparse_buckets(
 
         taken = bisect_right(range(1, count + 1), room, key=size)
         if size(0) > room or (count and not taken):
-            raise _too_small(room)
+            raise _too_small(bucket_bytes)
         span = Span(begin, stop(taken))
         here = changes.part(first, first + taken)
         whole = _whole_is_smaller(codec, here, span.numel, dtype, room)
@@ -147,5 +149,7 @@ def _whole_is_smaller(codec: Codec, changes: Changes, numel: int, dtype: torch.d
     return whole + HEADER_BYTES <= room and whole < codec.size(changes, numel, dtype)
 
 
-def _too_small(room: int) -> WireError:
-    return WireError(f"a frame of {room} bytes cannot hold one changed element")
+def _too_small(bucket_bytes: int) -> WireError:
+    return WireError(
+        f"weight_update_bucket_bytes={bucket_bytes} cannot hold one changed element and the work on its frame"
+    )
