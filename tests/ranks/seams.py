@@ -1,4 +1,4 @@
-"""Where tests take part in an update: frames as they are packed, and values as they reach an engine's memory."""
+"""Where tests take part in an update: frames as they are packed, values as they reach an engine's memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def pack_by(
     monkeypatch: pytest.MonkeyPatch,
     packed: Callable[[FrameIdentity, Callable[[FrameIdentity], torch.Tensor]], torch.Tensor],
 ) -> None:
-    """Let `packed` give each frame of all senders; it gets the identity, and what packs the frame under one."""
+    """Let `packed` give each frame of all senders, from its identity and what packs it under one."""
 
     def pack(identity: FrameIdentity, *rest: Any, **options: Any) -> torch.Tensor:
         return packed(identity, lambda one: pack_frame(one, *rest, **options))
@@ -34,7 +34,7 @@ def write_by(
     engine: DictEngine,
     written: Callable[[Scatter, torch.Tensor, torch.Tensor], None],
 ) -> None:
-    """Let `written` do all writes to one engine; it gets what writes, positions in the engine's line, values."""
+    """Let `written` do all writes to one engine, from what writes, positions in its line, and values."""
     tensors = [tensor.view for tensor in engine.tensors() if tensor.tied_to is None]
     scatter = Storages.scatter
 

@@ -118,9 +118,7 @@ def test_an_apply_that_stops_half_way_is_repaired_by_the_retry(
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
-def test_another_base_is_never_written_to(
-    make: Make, monkeypatch: pytest.MonkeyPatch, encoding: str
-) -> None:
+def test_another_base_is_never_written_to(make: Make, monkeypatch: pytest.MonkeyPatch, encoding: str) -> None:
     """An engine that lost its weights gets a full sync; a frame of another base is stale before a write."""
     pairing = make(encoding=encoding, lr=1e-5)
     for version in range(2):

@@ -169,9 +169,7 @@ def test_a_single_element_keeps_its_bits(edited: Make, encoding: str, value: int
 
 
 @pytest.mark.parametrize("encoding", ["indices", "gaps", "ulp"])
-def test_exactly_one_bucket_and_one_byte_more(
-    make: Make, frames: dict[int, Frames], encoding: str
-) -> None:
+def test_exactly_one_bucket_and_one_byte_more(make: Make, frames: dict[int, Frames], encoding: str) -> None:
     """The bound of a delta fits into one frame, and a byte less does not."""
 
     def frames_at(bucket_bytes: int) -> Frames:
