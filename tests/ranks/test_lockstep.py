@@ -286,7 +286,7 @@ def test_a_layout_that_was_damaged_is_refused_by_every_rank(
 ) -> None:
     pairing = make()
 
-    def damage(phase: str, blob: bytes, num_bytes: int, source: int) -> list[Any]:
+    def damage(_: str, blob: bytes, num_bytes: int, source: int) -> list[Any]:
         return [blob[:-1] + bytes([blob[-1] ^ 1]) if source == ENGINE else blob, num_bytes, source]
 
     outcome = connect_with(pairing, monkeypatch, "broadcast", damage)
