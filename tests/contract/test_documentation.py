@@ -9,6 +9,7 @@ import io
 import re
 import tokenize
 import tomllib
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,23 +29,13 @@ from tests.contract.sources import (
     package_sources,
     repository_texts,
     sources,
-    within,
 )
 
 PACKAGE_SOURCES = package_sources()
 ALL_SOURCES = sources(PACKAGE, "benchmarks", "examples", "scripts", "tests")
 
-# Every public function here runs on some rank of a group: it says which collectives it enters, if any.
-RUNS_ON_RANKS = (
-    "comm",
-    "session",
-    "sender",
-    "receiver",
-    "trainers.megatron",
-    "trainers.torch_adamw",
-    "transports.disk.reader",
-    "transports.disk.writer",
-)
+# Whoever enters a collective says over which ranks; whoever enters none says nothing about it.
+SAYS_COLLECTIVE = re.compile(r"\bCollective:? (?!no\b)")
 
 # A comment gives a reason that stands alone. These point at something that a reader does not have.
 POINTERS_ELSEWHERE = {
@@ -80,19 +71,37 @@ def test_everything_public_is_documented(source: Source) -> None:
     assert not silent, f"{source}: no docstring on {', '.join(silent)}"
 
 
-@pytest.mark.parametrize("source", [s for s in PACKAGE_SOURCES if within(s.inner, RUNS_ON_RANKS)], ids=str)
-def test_functions_that_run_on_ranks_say_what_is_collective(source: Source) -> None:
-    silent = []
-    for name, node in public_definitions(source):
-        if isinstance(node, ast.ClassDef) or _is_property(node):
-            continue
-        if "Collective:" not in (ast.get_docstring(node) or ""):
-            silent.append(name)
-    assert not silent, f"{source}: 'Collective: ...' is missing from {', '.join(silent)}"
+def collective_names() -> set[str]:
+    """Names that public functions of the package share only if each of them says that it is collective."""
+    said: dict[str, set[bool]] = defaultdict(set)
+    for source in PACKAGE_SOURCES:
+        for _, node in public_definitions(source):
+            if not isinstance(node, ast.ClassDef):
+                said[node.name].add(bool(SAYS_COLLECTIVE.search(ast.get_docstring(node) or "")))
+    return {name for name, answers in said.items() if answers == {True}}
 
 
-def _is_property(node: Function) -> bool:
-    return any(isinstance(d, ast.Name) and d.id == "property" for d in node.decorator_list)
+def called(function: Function) -> set[str]:
+    """Last names of what a function calls."""
+    targets = [node.func for node in ast.walk(function) if isinstance(node, ast.Call)]
+    return {
+        target.attr if isinstance(target, ast.Attribute) else target.id
+        for target in targets
+        if isinstance(target, ast.Attribute | ast.Name)
+    }
+
+
+def test_functions_that_enter_a_collective_say_so() -> None:
+    names = collective_names()
+    assert {"agree", "exchange_counts", "gather_json", "gather_params", "meet"} <= names
+    silent = [
+        f"{source}: {name} calls {', '.join(sorted(called(node) & names))}"
+        for source in PACKAGE_SOURCES
+        for name, node in public_definitions(source)
+        if not isinstance(node, ast.ClassDef) and called(node) & names
+        if not SAYS_COLLECTIVE.search(ast.get_docstring(node) or "")
+    ]
+    assert silent == []
 
 
 def test_the_tree_of_errors_is_complete_and_right() -> None:
