@@ -93,7 +93,7 @@ def called(function: Function) -> set[str]:
 
 def test_functions_that_enter_a_collective_say_so() -> None:
     names = collective_names()
-    assert {"agree", "exchange_counts", "gather_json", "gather_owned", "propose"} <= names
+    assert {"agree", "exchange_counts", "gather_json", "propose"} <= names
     silent = [
         f"{source}: {name} calls {', '.join(sorted(called(node) & names))}"
         for source in PACKAGE_SOURCES
