@@ -24,8 +24,6 @@ def take_weights(
 
     Raises:
         UnsupportedError: a parameter converts to something else than at connect.
-
-    Collective: no.
     """
     pieces = {whole.name: [p for p in whole.pieces if p.rank == rank] for whole in wholes}
     taken: Taken = {}

@@ -71,8 +71,6 @@ class DiskReader:
 
         Raises:
             ConfigError: the URL cannot be opened, or the rank is not allowed.
-
-        Collective: no.
         """
         self._view = view
         self._settings = settings
@@ -105,14 +103,11 @@ class DiskReader:
         return self._ledger.dirty
 
     def invalidate(self) -> None:
-        """Say that the weights were lost or replaced: the next update begins at a full version.
-
-        Collective: no.
-        """
+        """Say that the weights were lost or replaced: the next update begins at a full version."""
         self._ledger, self._held, self._served = EngineLedger(), None, ""
 
     def latest(self) -> int | None:
-        """The newest version that exists in the folder now, None where there is none. Collective: no."""
+        """The newest version that exists in the folder now, None where there is none."""
         catalogue = Catalogue(self._folder)
         return next((v for v in reversed(catalogue.versions) if catalogue.get(v) is not None), None)
 
@@ -168,7 +163,7 @@ class DiskReader:
         )
 
     def close(self) -> None:
-        """Leave; the weights stay as they are. Collective: no."""
+        """Leave; the weights stay as they are."""
         self._lease.end()
         self._peers.close()
 

@@ -99,8 +99,6 @@ class DiskWriter(TrainerEnd):
 
         Raises:
             ConfigError: the URL cannot be opened, or the rank is not allowed.
-
-        Collective: no.
         """
         super().__init__(
             view,
@@ -189,8 +187,6 @@ class DiskWriter(TrainerEnd):
 
         Raises:
             UpdateAborted: it could not be written; the next one is full.
-
-        Collective: no.
         """
         self._finish()
         failure, self._unreported = self._unreported, ""
@@ -198,7 +194,7 @@ class DiskWriter(TrainerEnd):
             raise UpdateAborted(failure)
 
     def close(self) -> None:
-        """Finish writing and leave. Raises what `wait` raises. Collective: no."""
+        """Finish writing and leave. Raises what `wait` raises."""
         try:
             self.wait()
         finally:

@@ -187,7 +187,7 @@ class EmaShadow:
 
     @contextmanager
     def transfer(self) -> Iterator[None]:
-        """Held around sending, which fails where an average is not complete. Collective: no.
+        """Held around sending, which fails where an average is not complete.
 
         Raises:
             AwexDeltaError: `average` failed on this rank, and was not repeated.

@@ -5,18 +5,20 @@ from __future__ import annotations
 import importlib.util
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
-import pytest
 import torch
 
 import awex_delta
 from awex_delta import errors
+from awex_delta.lines.bits import UNSTATED
+from awex_delta.lines.changes import Changes
 from awex_delta.protocol.verdict import Reason
-from awex_delta.wire.codec import RegionChange
+from awex_delta.wire.buckets import Bucket
 from awex_delta.wire.frame import FrameIdentity, pack_frame
-from awex_delta.wire.guard import Guard
 from awex_delta.wire.registry import CODECS
+from awex_delta.wire.spans import Span
 from scripts import cli_page
 from scripts.reasons_page import EXCEPTIONS, REASONS, page
 from tests.contract.sources import PACKAGE, ROOT
@@ -54,45 +56,48 @@ def anchors(path: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
-def test_links_resolve(path: Path) -> None:
-    for target in re.findall(r"\]\(([^)\s]+)\)", prose(path)):
-        if re.match(r"[a-z]+:", target):
-            continue
-        file, _, fragment = target.partition("#")
-        linked = (path.parent / file).resolve() if file else path
-        assert linked.exists(), f"{path.name} links to {target}"
-        assert not fragment or fragment in anchors(linked), f"{path.name} links to {target}"
+def test_links_resolve() -> None:
+    for path in PAGES:
+        for target in re.findall(r"\]\(([^)\s]+)\)", prose(path)):
+            if re.match(r"[a-z]+:", target):
+                continue
+            file, _, fragment = target.partition("#")
+            linked = (path.parent / file).resolve() if file else path
+            assert linked.exists(), f"{path.name} links to {target}"
+            assert not fragment or fragment in anchors(linked), f"{path.name} links to {target}"
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
-def test_python_blocks_compile_and_import_what_exists(path: Path) -> None:
-    for _, code in BLOCK.findall(path.read_text(encoding="utf-8")):
-        compile(code, path.name, "exec")
-        for module, names in re.findall(r"^from (awex_delta\S*) import ([\w, ]+)$", code, re.MULTILINE):
-            loaded = importlib.import_module(module)
-            for name in names.split(", "):
-                assert hasattr(loaded, name), f"{path.name}: {module} has no {name}"
+def test_python_blocks_compile_and_import_what_exists() -> None:
+    for path in PAGES:
+        for _, code in BLOCK.findall(path.read_text(encoding="utf-8")):
+            compile(code, path.name, "exec")
+            for module, names in re.findall(r"^from (awex_delta\S*) import ([\w, ]+)$", code, re.MULTILINE):
+                loaded = importlib.import_module(module)
+                for name in names.split(", "):
+                    assert hasattr(loaded, name), f"{path.name}: {module} has no {name}"
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
-def test_files_tests_and_modules_that_a_page_names_exist(path: Path) -> None:
-    for span in code_spans(path):
-        if re.fullmatch(r"(awex_delta|tests|scripts|examples|benchmarks|docs|\.ci)/[\w./-]*", span):
-            name, folder = span, ROOT
-        elif re.fullmatch(r"tests/[\w/]+\.py::\w+", span):
-            name, _, test = span.partition("::")
-            folder = ROOT
-            assert f"def {test}(" in (ROOT / name).read_text(encoding="utf-8"), f"{path.name}: {span}"
-        elif re.fullmatch(r"awex_delta(\.\w+)+", span):
-            assert importable(span), f"{path.name}: no {span}"
-            continue
-        elif re.fullmatch(r"[a-z_]+/([a-z_]+(\.py)?)?", span) and path.name in ("concepts.md", "protocol.md"):
-            name, folder = span, ROOT / PACKAGE
-            name = name if name.endswith((".py", "/")) else f"{name}.py"
-        else:
-            continue
-        assert (folder / name).exists(), f"{path.name} names {span}"
+def test_files_tests_and_modules_that_a_page_names_exist() -> None:
+    for path in PAGES:
+        for span in code_spans(path):
+            if re.fullmatch(r"(awex_delta|tests|scripts|examples|benchmarks|docs|\.ci)/[\w./-]*", span):
+                name, folder = span, ROOT
+            elif re.fullmatch(r"tests/[\w/]+\.py::\w+", span):
+                name, _, test = span.partition("::")
+                folder = ROOT
+                assert f"def {test}(" in (ROOT / name).read_text(encoding="utf-8"), f"{path.name}: {span}"
+            elif re.fullmatch(r"awex_delta(\.\w+)+", span):
+                assert importable(span), f"{path.name}: no {span}"
+                continue
+            elif re.fullmatch(r"[a-z_]+/([a-z_]+(\.py)?)?", span) and path.name in (
+                "concepts.md",
+                "protocol.md",
+            ):
+                name, folder = span, ROOT / PACKAGE
+                name = name if name.endswith((".py", "/")) else f"{name}.py"
+            else:
+                continue
+            assert (folder / name).exists(), f"{path.name} names {span}"
 
 
 def test_every_make_target_is_in_the_readme_and_no_other() -> None:
@@ -156,45 +161,60 @@ def test_the_frame_header_is_what_the_protocol_page_says() -> None:
         run_id="0123456789abcdef" * 2,
         base_version=-1,
         target_version=7,
-        plan=2**63 + 5,
+        pair=2**63 + 5,
         sender=3,
         receiver=2,
-        dtype=torch.float16,
+        dtype=torch.bfloat16,
     )
-    changes = [
-        RegionChange(numel=9, value=torch.ones(2, dtype=torch.float16), index=torch.tensor([1, 5])),
-        RegionChange(numel=3, value=torch.ones(3, dtype=torch.float16)),
-    ]
-    frame = bytes(pack_frame(identity, CODECS["indices"], changes).numpy())
+    changes = Changes(
+        pos=torch.tensor([101, 105]),
+        code=torch.tensor([1, UNSTATED], dtype=torch.int8),
+        value=torch.ones(2, dtype=torch.bfloat16),
+    )
+    bucket = Bucket(span=Span(100, 109), first=0, last=2)
+    frame = bytes(pack_frame(identity, CODECS["indices"], bucket, changes).numpy())
     rows = header_rows()
     assert [offset for offset, _, _ in rows] == [0, *(offset + size for offset, size, _ in rows)][:-1]
-    fields = {field: frame[offset : offset + size] for offset, size, field in rows}
+    fields = {field: (offset, size) for offset, size, field in rows}
 
-    def number(begin: str, *, signed: bool = False) -> int:
-        (found,) = [value for field, value in fields.items() if field.startswith(begin)]
-        return int.from_bytes(found, "little", signed=signed)
+    def number(begin: str, *, signed: bool = False, of: bytes = frame) -> int:
+        (place,) = [place for field, place in fields.items() if field.startswith(begin)]
+        return int.from_bytes(of[place[0] : sum(place)], "little", signed=signed)
 
-    assert fields["magic, `AWEXDLTA`"] == b"AWEXDLTA"
-    assert fields["run id"].hex() == identity.run_id
-    assert number("protocol version") == 3
-    assert number("0 for a frame without a guard") == 0
-    guard = Guard(digests=torch.tensor([5, 0]), unstated=torch.tensor([1]))
-    guarded = bytes(pack_frame(identity, CODECS["indices"], changes, guard=guard).numpy())
-    assert guarded[68:72] == (1 + 1).to_bytes(4, "little")
-    assert guarded[120:-24] == frame[120:]
-    assert guarded[-24:] == b"".join(n.to_bytes(8, "little") for n in (5, 0, 1))
+    assert frame[:8] == b"AWEXDLTA"
+    assert number("run id") == int.from_bytes(bytes.fromhex(identity.run_id), "little")
+    assert number("protocol version") == 4
     assert number("codec") == CODECS["indices"].number
-    assert number("wire dtype") == 3
+    assert number("wire dtype") == 1
     assert number("base version", signed=True) == -1
     assert number("target version", signed=True) == 7
-    assert number("digest of the plan") == identity.plan
+    assert number("digest of the pair's line") == identity.pair
     assert (number("sender's seat"), number("receiver's seat")) == (3, 2)
-    assert (number("number of regions"), number("changed elements")) == (2, 5)
-    assert (number("begin of the span"), number("end of the span")) == (0, sum(c.numel for c in changes))
-    assert (number("bytes of the codec's body"), number("bytes of regions sent whole")) == (16, 6)
+    assert (number("begin of the span"), number("end of the span")) == (100, 109)
+    assert (number("changed elements"), number("bytes of the body")) == (2, 16)
+    assert (number("0 for a frame without a guard"), number("digest of the guard")) == (0, 0)
     header_bytes = rows[-1][0] + rows[-1][1]
-    assert len(frame) == header_bytes + 8 + 16 + 6
-    assert frame[header_bytes : header_bytes + 8] == (2).to_bytes(4, "little") + b"\xff" * 4
+    assert frame[header_bytes:] == b"".join(
+        n.to_bytes(4, "little") for n in (1, 5)
+    ) + b"\x80\x3f" * 2 + bytes(4)
+
+    guarded = bytes(pack_frame(identity, CODECS["indices"], replace(bucket, guarded=True), changes).numpy())
+    assert number("0 for a frame without a guard", of=guarded) == 1 + 1
+    assert number("digest of the guard", of=guarded) != 0
+    assert guarded[header_bytes:] == frame[header_bytes:] + (1).to_bytes(4, "little")
+
+    values = torch.arange(9, dtype=torch.bfloat16)
+    whole = bytes(
+        pack_frame(
+            identity,
+            CODECS["indices"],
+            replace(bucket, whole=True),
+            changes,
+            lambda start, stop: values[start - 100 : stop - 100],
+        ).numpy()
+    )
+    assert (number("codec", of=whole), number("changed elements", of=whole)) == (0, 9)
+    assert whole[header_bytes:] == values.view(torch.uint8).numpy().tobytes()
 
 
 def test_the_protocol_page_names_the_settings_that_must_be_equal() -> None:

@@ -9,6 +9,7 @@ import io
 import re
 import tokenize
 import tomllib
+from collections import defaultdict
 from collections.abc import Iterator
 
 import pytest
@@ -32,7 +33,9 @@ from tests.contract.sources import (
 PACKAGE_SOURCES = package_sources()
 ALL_SOURCES = sources(PACKAGE, "benchmarks", "examples", "scripts", "tests")
 
-# Every public function here runs on some rank of a group: it says which collectives it enters, if any.
+# Whoever enters a collective says over which ranks; whoever enters none says nothing about it.
+SAYS_COLLECTIVE = re.compile(r"\bCollective:? (?!no\b)")
+
 # A comment gives a reason that stands alone. These point at something that a reader does not have.
 POINTERS_ELSEWHERE = {
     "a number of a ticket": re.compile(
@@ -67,17 +70,37 @@ def test_everything_public_is_documented() -> None:
         assert not silent, f"{source}: no docstring on {', '.join(silent)}"
 
 
-def test_only_what_is_collective_is_marked() -> None:
-    """Whoever reads `Collective: yes` has to know over which ranks; what is rank-local says nothing."""
+def collective_names() -> set[str]:
+    """Names that public functions of the package share only if each of them says that it is collective."""
+    said: dict[str, set[bool]] = defaultdict(set)
     for source in PACKAGE_SOURCES:
-        for name, node in public_definitions(source):
-            text = ast.get_docstring(node) or ""
-            assert "Collective: no" not in text, f"{source}: {name} marks what is not collective"
-            for line in text.splitlines():
-                if "Collective:" in line:
-                    assert re.search(r"over |group", line + text.partition(line)[2]), (
-                        f"{source}: {name}: {line}"
-                    )
+        for _, node in public_definitions(source):
+            if not isinstance(node, ast.ClassDef):
+                said[node.name].add(bool(SAYS_COLLECTIVE.search(ast.get_docstring(node) or "")))
+    return {name for name, answers in said.items() if answers == {True}}
+
+
+def called(function: Function) -> set[str]:
+    """Last names of what a function calls."""
+    targets = [node.func for node in ast.walk(function) if isinstance(node, ast.Call)]
+    return {
+        target.attr if isinstance(target, ast.Attribute) else target.id
+        for target in targets
+        if isinstance(target, ast.Attribute | ast.Name)
+    }
+
+
+def test_functions_that_enter_a_collective_say_so() -> None:
+    names = collective_names()
+    assert {"agree", "exchange_counts", "gather_json", "propose"} <= names
+    silent = [
+        f"{source}: {name} calls {', '.join(sorted(called(node) & names))}"
+        for source in PACKAGE_SOURCES
+        for name, node in public_definitions(source)
+        if not isinstance(node, ast.ClassDef) and called(node) & names
+        if not SAYS_COLLECTIVE.search(ast.get_docstring(node) or "")
+    ]
+    assert silent == []
 
 
 def test_the_tree_of_errors_is_complete_and_right() -> None:

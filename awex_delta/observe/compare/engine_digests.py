@@ -108,8 +108,6 @@ def digests_of(view: EngineView) -> dict[str, Any]:
 
     Args:
         view: the engine's adapter. Only read; must not be updated meanwhile.
-
-    Collective: no.
     """
     tensors: dict[str, Any] = {}
     for tensor in view.tensors():
