@@ -10,7 +10,7 @@ import torch
 
 from awex_delta.lines.bits import UNSTATED, apply_code
 from awex_delta.lines.changes import Changes
-from awex_delta.lines.storages import gather_from, scatter_into
+from awex_delta.lines.storages import Storages
 from awex_delta.wire.digest import WORTH_COMPILING, sum_at, sum_whole
 
 _SALT = 1
@@ -58,13 +58,14 @@ class Digests:
 
     def write(self) -> None:
         """What an engine does without digests: it writes."""
-        scatter_into(self.live, self.pos, self.value)
+        Storages([self.live]).scatter(self.pos, self.value)
 
     def write_verified(self) -> tuple[int, int]:
         """The same with digests of its live weights at the same places, before and after."""
-        old = gather_from(self.live, self.pos)
+        line = Storages([self.live])
+        old = line.gather(self.pos, self.live.dtype)
         self.write()
-        return self._sums(old, gather_from(self.live, self.pos))
+        return self._sums(old, line.gather(self.pos, self.live.dtype))
 
     def timed(self) -> dict[str, Callable[[], object]]:
         """What is to be timed for `over_detect`.

@@ -64,7 +64,7 @@ def hyper_parameters(optimizer: torch.optim.Optimizer, group: Group) -> HyperPar
     Raises:
         UnsupportedError: a known class lacks the attribute that tells.
 
-    Collective: no. A learning rate held in a device tensor is copied to the host.
+    A learning rate held in a device tensor is copied to the host.
     """
     decoupled = _DECOUPLED.get(_class_path(optimizer))
     if decoupled is None or not decoupled(optimizer, group):
@@ -91,7 +91,7 @@ def step_counts(optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor]
     Returns:
         One count a parameter, in order; all 0 for a class that is not known.
 
-    Collective: no. Counters held on a device are copied to the host together.
+    Counters held on a device are copied to the host together.
     """
     if not is_known(optimizer):
         return [0] * len(params)

@@ -103,7 +103,7 @@ class EmaShadow:
         Raises:
             ConfigError: the average of another version is not complete on this rank.
 
-        Collective: no. Call it on every trainer rank.
+        Call it on every trainer rank.
         """
         if self._done is not None and version != self._version:
             raise ConfigError(

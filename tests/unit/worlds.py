@@ -118,7 +118,8 @@ def _trainer(
     for name, outputs, is_expert in _params(model, values, rank, tp, ep):
         owners = expert_owners if is_expert else dense_owners
         params.append((name, outputs, () if any(o[0] in whole for o in outputs) else owners))
-    keys, numels, owned, runs, out = [], [], [], [], []
+    keys, numels, owned, runs = [], [], [], []
+    out: list[tuple[int, str, tuple[int, ...], bool]] = []
     for place, (key, outputs, owners) in enumerate(params):
         flat = sum(o[1].size for o in outputs)
         keys.append(f"0/{key}")
@@ -267,7 +268,7 @@ def rank_info(rank: int, world: int, tp: int, ep: int) -> dict[str, int | str | 
 def engines(model: Model, *, instances: int, tp: int, ep: int = 1, first: int = 0) -> list[Rank]:
     """SGLang-shaped ranks: tensor parallel, whole experts on expert-parallel ranks or each cut over all."""
     values = numbered(model)
-    found = []
+    found: list[Rank] = []
     for instance in range(instances):
         for rank in range(tp):
             found.append(
