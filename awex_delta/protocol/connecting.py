@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 from pydantic import Field, NonNegativeInt, TypeAdapter, ValidationError
@@ -147,7 +147,9 @@ def _raise_first(comm: Comm, words: Sequence[_Word]) -> None:
 
 def _compared(words: Sequence[_Word], num_engines: int) -> Mapping[tuple[int, int, torch.dtype], int]:
     """Elements of each line, which both ends computed alike. Raises LockstepError where they did not."""
-    ends = [{(peer, name): rest for peer, name, *rest in word.lines} for word in words]
+    ends: list[dict[tuple[int, str], list[Any]]] = [
+        {(peer, name): rest for peer, name, *rest in word.lines} for word in words
+    ]
     for seat, lines in enumerate(ends):
         for (peer, name), line in lines.items():
             if peer >= len(ends) or ends[peer].get((seat, name)) != line:
