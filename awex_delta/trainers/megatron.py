@@ -95,8 +95,6 @@ class MegatronTrainer:
             UnsupportedError: a trainable parameter is stepped by no optimizer, AWEX cannot convert a
                 weight, lm_head is tied in `hf_config` alone, or Megatron's objects lack something that
                 is needed.
-
-        Collective: no.
         """
         check_tying(model_chunks, tied=hf_config.tie_word_embeddings)
         info = rank_info()
@@ -130,15 +128,15 @@ class MegatronTrainer:
         )
 
     def layout(self) -> TrainerLayout:
-        """This rank's place in Megatron's process groups. Collective: no."""
+        """This rank's place in Megatron's process groups."""
         return self._layout
 
     def weights(self) -> Sequence[WeightInfo]:
-        """Parameters in the order of the model chunks, then the router biases. Collective: no."""
+        """Parameters in the order of the model chunks, then the router biases."""
         return tuple(self._infos.values())
 
     def tensor(self, key: str) -> torch.Tensor:
-        """The live local tensor of `key`. Collective: no."""
+        """The live local tensor of `key`."""
         if key in self._biases:
             # Looked up each time: moving a module replaces its buffers.
             return self._biases[key].get_buffer("expert_bias")
@@ -168,7 +166,7 @@ class MegatronTrainer:
         return slices
 
     def detect(self) -> Detection:
-        """What changed in the owned ranges, found as `settings.method` says. Collective: no."""
+        """What changed in the owned ranges, found as `settings.method` says."""
         if not self._settings.enabled:
             return Detection(reason=Reason.DELTA_DISABLED)
         if self._late:
@@ -210,7 +208,7 @@ class MegatronTrainer:
         return whole
 
     def committed(self) -> None:
-        """Later detections count from the weights as they are now. Collective: no."""
+        """Later detections count from the weights as they are now."""
         self._baseline.committed()
 
     def weights_replaced(self) -> None:
@@ -218,13 +216,11 @@ class MegatronTrainer:
 
         `reload_model_params` does so without leaving a trace in the optimizer; loading an optimizer
         state is seen without this call. The next update is a full sync.
-
-        Collective: no.
         """
         self._baselines.weights_replaced()
 
     def convert(self, key: str, tensor: torch.Tensor) -> Sequence[tuple[str, torch.Tensor]]:
-        """AWEX's HF names and tensors for a tensor shaped like `tensor(key)`. Collective: no."""
+        """AWEX's HF names and tensors for a tensor shaped like `tensor(key)`."""
         info = self._infos[key]
         converted = list(self._converter.convert_param(info.param, tensor, vp_stage=info.chunk))
         names = [name for name, _ in converted]
@@ -234,17 +230,17 @@ class MegatronTrainer:
         return converted
 
     def transfer(self) -> AbstractContextManager[None]:
-        """Frees the gradient buffers inside, if so configured; they come back zeroed. Collective: no."""
+        """Frees the gradient buffers inside, if so configured; they come back zeroed."""
         return self._without_grad_buffers() if self._settings.release_grad_buffers else nullcontext()
 
     def fork(self) -> MegatronTrainer:
-        """The same trainer, with changes counted from commits of its own. Collective: no."""
+        """The same trainer, with changes counted from commits of its own."""
         twin = copy.copy(self)
         twin._baseline = self._baselines.add()  # noqa: SLF001 - of the same class
         return twin
 
     def detach(self) -> None:
-        """Remove the optimizer hooks that exist for this view. Collective: no."""
+        """Remove the optimizer hooks that exist for this view."""
         self._baseline.detach()
 
     @contextmanager

@@ -62,8 +62,6 @@ class TorchAdamWTrainer:
 
         Raises:
             UnsupportedError: a trainable weight has no master and is not stepped itself.
-
-        Collective: no.
         """
         self._weights = {param_key(name, 0): tensor for name, tensor in weights.items()}
         self._masters = {param_key(name, 0): tensor for name, tensor in masters.items()}
@@ -120,8 +118,6 @@ class TorchAdamWTrainer:
             buffers: HF name -> shape of an fp32 buffer that no optimizer steps.
             fp32: HF name -> shape of an fp32 parameter, stepped without a master.
             vocab_size, tied_embeddings: as in the constructor.
-
-        Collective: no.
         """
         generator = torch.Generator().manual_seed(seed)
 
@@ -159,8 +155,6 @@ class TorchAdamWTrainer:
         Args:
             grads: HF name -> gradient; parameters that are not named get none and sit the step out.
                 None draws gradients from (seed, number of the step) for all of them.
-
-        Collective: no.
         """
         generator = torch.Generator().manual_seed(self._seed * 1_000_003 + self._num_train_steps + 1)
         for key, param in self._stepped.items():
@@ -176,15 +170,15 @@ class TorchAdamWTrainer:
                 self._weights[key].copy_(master)
 
     def layout(self) -> TrainerLayout:
-        """One data-parallel rank without model parallelism. Collective: no."""
+        """One data-parallel rank without model parallelism."""
         return self._layout
 
     def weights(self) -> Sequence[WeightInfo]:
-        """All tensors, in the order in which they were given. Collective: no."""
+        """All tensors, in the order in which they were given."""
         return self._infos
 
     def tensor(self, key: str) -> torch.Tensor:
-        """The live weight of `key`. Collective: no."""
+        """The live weight of `key`."""
         return self._weights[key].detach()
 
     def owned_slices(self) -> list[OwnedSlice]:
@@ -212,13 +206,13 @@ class TorchAdamWTrainer:
         return slices
 
     def detect(self) -> Detection:
-        """What changed in the owned parts, found as `settings.method` says. Collective: no."""
+        """What changed in the owned parts, found as `settings.method` says."""
         if not self._settings.enabled:
             return Detection(reason=Reason.DELTA_DISABLED)
         return self._baseline.detect()
 
     def gather_params(self) -> None:
-        """Nothing to gather: every rank steps whole parameters. Collective: no."""
+        """Nothing to gather: every rank steps whole parameters."""
 
     def gather_owned(self, parts: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         """The parts themselves, in their shapes, where this rank is the only one.
@@ -228,36 +222,34 @@ class TorchAdamWTrainer:
 
         Raises:
             UnsupportedError: there are other ranks, of which this class knows nothing.
-
-        Collective: no.
         """
         if self._dp_size > 1:
             raise UnsupportedError(f"dp_size={self._dp_size}: ranks of a TorchAdamWTrainer never meet")
         return {info.key: parts[info.key].view(info.shape) for info in self._infos if info.key in parts}
 
     def committed(self) -> None:
-        """Later detections count from the weights as they are now. Collective: no."""
+        """Later detections count from the weights as they are now."""
         self._baseline.committed()
 
     def convert(self, key: str, tensor: torch.Tensor) -> Sequence[tuple[str, torch.Tensor]]:
-        """The tensor under its own name, and as lm_head for a tied embedding. Collective: no."""
+        """The tensor under its own name, and as lm_head for a tied embedding."""
         name = key.removeprefix("0/")
         if self._tied and name == _EMBEDDING:
             return [(name, tensor), (_LM_HEAD, tensor)]
         return [(name, tensor)]
 
     def transfer(self) -> AbstractContextManager[None]:
-        """Gradients are freed after every step, so there is nothing to release. Collective: no."""
+        """Gradients are freed after every step, so there is nothing to release."""
         return nullcontext()
 
     def fork(self) -> TorchAdamWTrainer:
-        """The same trainer, with changes counted from commits of its own. Collective: no."""
+        """The same trainer, with changes counted from commits of its own."""
         twin = copy.copy(self)
         twin._baseline = self._baselines.add()  # noqa: SLF001 - of the same class
         return twin
 
     def detach(self) -> None:
-        """Remove the optimizer hooks that exist for this view. Collective: no."""
+        """Remove the optimizer hooks that exist for this view."""
         self._baseline.detach()
 
     def _info(self, name: str, tensor: torch.Tensor) -> WeightInfo:
