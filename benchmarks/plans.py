@@ -43,7 +43,7 @@ _WARM = "tiny:2+4"
 SIDES = ("engine", "trainer")
 
 Blobs = tuple[list[bytes], dict[str, tuple[str, bytes]]]
-"""What each rank alone says, by seat; and by digest the role and bytes of each layout that is not like another."""
+"""What each rank alone says, by seat; and by its digest the role and the bytes of each layout, once."""
 
 
 def exchange(shape: Shape) -> Blobs:
@@ -79,6 +79,7 @@ def measure(name: str, side: str, folder: Path) -> dict[str, Any]:
 
     Returns:
         description_bytes: all that the ranks tell each other, which each of them receives.
+        cpu_seconds: of parsing and planning, in all threads.
         peak_bytes: resident memory beyond what there was before, descriptions included.
     """
     shape = SHAPES[name]
@@ -87,7 +88,9 @@ def measure(name: str, side: str, folder: Path) -> dict[str, Any]:
     Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
     resident = status_bytes("VmRSS")
     blobs = _read(folder)
+    begin = time.process_time()
     plan, seconds = connect(blobs, shape.num_engines, 0 if side == "engine" else shape.num_engines)
+    seconds["cpu_seconds"] = time.process_time() - begin
     peak = status_bytes("VmHWM") - resident
     return {
         "side": side,
@@ -140,7 +143,7 @@ def _in_fresh_process(name: str, side: str, folder: str) -> dict[str, Any]:
         "--folder",
         folder,
     ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603
     if done.returncode:
         raise RuntimeError(f"{side}: {done.stdout[-2000:]}{done.stderr[-4000:]}")
     row: dict[str, Any] = json.loads((Path(folder) / f"{side}.json").read_text())
