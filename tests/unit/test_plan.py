@@ -42,7 +42,7 @@ def check_lines(world: World, engine_ranks: list[Rank], trainer_ranks: list[Rank
 
 def whole_plan(world: World) -> dict[tuple[int, int], list[tuple[Any, ...]]]:
     """AWEX's plan of the whole world, by pair."""
-    names = {name for engine in world.engines for name in engine.layout.names}
+    names = {engine.layout.names[place] for engine in world.engines for place in engine.layout.stored()}
     side, copies = TrainingSide(world.trainers, names), copies_of(world.engines, names)
     metas = [_inference_meta(world.engines, copies[name], name, len(world.engines)) for name in sorted(names)]
     builder = TransferPlanBuilder(len(world.engines), len(world.trainers), 1)
@@ -77,20 +77,32 @@ def layouts(draw: st.DrawFn) -> tuple[list[Rank], list[Rank]]:
         experts=draw(st.sampled_from([2, 4])),
         vocab=draw(st.integers(5, 8)),
         rows=8,
+        tied=draw(st.booleans()),
     )
+    heads = st.sampled_from(["own", "alias", "none"] if model.tied else ["own"])
     tp = draw(st.sampled_from([1, 2]))
     dp = draw(st.sampled_from([1, 2, 3]))
     ep = draw(st.sampled_from([size for size in (1, 2) if (tp * dp) % size == 0]))
     whole = draw(st.sets(st.sampled_from([NORM0, GATE0, EMBED, HEAD]), max_size=2))
-    trainer_ranks = trainers(model, tp=tp, dp=dp, ep=ep, whole=sorted(whole), uneven=draw(st.booleans()))
+    trainer_ranks = trainers(
+        model,
+        tp=tp,
+        dp=dp,
+        ep=ep,
+        pp=draw(st.sampled_from([1, 2])),
+        whole=sorted(whole),
+        uneven=draw(st.booleans()),
+    )
     first = engines(
         model,
         instances=draw(st.integers(1, 2)),
         tp=draw(st.sampled_from([1, 2, 4])),
-        ep=draw(st.sampled_from([1])),
+        head=draw(heads),
     )
     tp2 = draw(st.sampled_from([1, 2]))
-    more = engines(model, instances=draw(st.integers(0, 1)), tp=tp2, ep=tp2, first=len(first))
+    more = engines(
+        model, instances=draw(st.integers(0, 1)), tp=tp2, ep=tp2, first=len(first), head=draw(heads)
+    )
     return [*first, *more], trainer_ranks
 
 
