@@ -70,6 +70,8 @@ class TrainerColumns:
         check_columns(
             numbers, names, {"numels", "params", "shapes", "sparse", "runs"}, {"keys", "names", "dtypes"}
         )
+        if numbers["runs"].size % 4:
+            raise ConnectError("a column of runs ends inside a run")
         found = cls(
             keys=names["keys"],
             numels=numbers["numels"],
@@ -78,9 +80,7 @@ class TrainerColumns:
             shapes=unpack_shapes(numbers["shapes"]),
             dtypes=names["dtypes"],
             sparse=numbers["sparse"].astype(bool),
-            runs=numbers["runs"].reshape(4, -1)
-            if numbers["runs"].size % 4 == 0
-            else np.zeros((4, 0), np.int64),
+            runs=numbers["runs"].reshape(4, -1),
         )
         found._check()
         return found
