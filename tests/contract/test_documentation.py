@@ -35,7 +35,7 @@ from tests.contract.sources import (
 PACKAGE_SOURCES = package_sources()
 ALL_SOURCES = sources(PACKAGE, "benchmarks", "examples", "scripts", "tests")
 
-# In these rooms, whoever enters a collective says over which ranks; whoever enters none says nothing about it.
+# In these rooms, whoever enters a collective says over which ranks; whoever enters none need say nothing.
 RUNS_ON_RANKS = ("protocol", "folder", "trainers")
 SAYS_COLLECTIVE = re.compile(r"\bCollective:? (?!no\b)")
 
