@@ -18,7 +18,7 @@ PINNED := $(filter torch==2.13.0,$(TORCH))
 VLLM := $(if $(PINNED),$(if $(filter Linux-x86_64,$(shell uname -s)-$(shell uname -m)),.venv/.installed-vllm))
 SGLANG := $(if $(PINNED),.venv/.installed-sglang)
 
-.PHONY: demo example test test-fast vllm sglang check format docs site bench gpu clean
+.PHONY: demo example test test-all test-fast vllm sglang check format docs site bench gpu clean
 
 demo: .venv/.installed
 	$(BIN)/awex-delta demo
@@ -30,7 +30,11 @@ CHROMIUM := $(if $(shell command -v chromium chromium-browser google-chrome),,$(
 example: .venv/.installed
 	$(BIN)/python -W ignore -m examples.gsm8k_grpo.train tiny_cpu
 
+# What a change must pass every day. What takes longer is marked `all`, and listed in CONTRIBUTING.md.
 test: .venv/.installed-dev $(VLLM) $(SGLANG) $(CHROMIUM)
+	$(BIN)/python -m pytest -m "not all"
+
+test-all: .venv/.installed-dev $(VLLM) $(SGLANG) $(CHROMIUM)
 	$(BIN)/python -m pytest
 
 # A vLLM that runs on this CPU, for the tests: about 1 GB on disk.
