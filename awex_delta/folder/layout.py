@@ -104,11 +104,8 @@ def plan_folder(trainers: World, rank: int) -> FolderPlan:
         name: (vocab, *shape[1:]) if name in VOCAB_TENSORS and shape[0] >= vocab else shape
         for name, shape in sorted(side.shapes.items())
     }
-    space = HfSpace(
-        names=tuple(shapes),
-        dtypes=tuple(dtypes[name] for name in shapes),  # type: ignore[arg-type]
-        shapes=tuple(shapes.values()),
-    )
+    columns = {"names": [*shapes], "dtypes": [dtypes[name] for name in shapes], "shapes": [*shapes.values()]}
+    space = HfSpace.model_validate(columns)
     world = _with_folder(trainers, space)
     if rank == 0:
         plan_rank(world, FOLDER_SEAT)

@@ -119,7 +119,8 @@ class Live:
     def fits(self, manifest: Manifest, parts: Sequence[EngineTensor]) -> bool:
         """True while these tables are those of a version and of live tensors."""
         live = [part for part in parts if part.tied_to is None]
-        return manifest.hf == self.space and all(
+        same = manifest.hf == self.space and len(live) == len(self.parts)
+        return same and all(
             line.storages.hold([part.view for part in live if part.view.dtype is dtype])
             for dtype, line in self.lines.items()
         )

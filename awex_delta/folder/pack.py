@@ -118,10 +118,13 @@ def unpack_boxes(blob: bytes, numel: int, end: int) -> Boxes:
     if set(columns) != set(_COLUMNS) or len({column.size for column in columns.values()}) != 1:
         raise CorruptFrameError("a table of boxes has other columns")
     target, pitch, rows, width = (torch.from_numpy(columns[name]) for name in _COLUMNS)
-    sizes = rows * width
-    last = target + (rows - 1) * pitch + width
-    fits = bool(((target >= 0) & (rows > 0) & (width > 0) & (pitch >= width) & (last <= end)).all())
-    if not fits or int(sizes.sum()) != numel:
+    room = end - width - target  # without an overflow, whatever the numbers are
+    fits = (target >= 0) & (rows > 0) & (width > 0) & (pitch >= width) & (room >= 0)
+    fits &= rows - 1 <= room // pitch.clamp(min=1)
+    sizes, last = rows * width, target + (rows - 1) * pitch + width
+    order = target.argsort()
+    apart = bool((target[order][1:] >= last[order][:-1]).all())
+    if not bool(fits.all()) or not apart or int(sizes.sum()) != numel:
         raise CorruptFrameError(f"a table of boxes does not hold a line of {numel} elements")
     source = sizes.cumsum(0) - sizes
     return Boxes(source=source, source_pitch=width, target=target, target_pitch=pitch, rows=rows, width=width)

@@ -16,20 +16,24 @@ So what lies under the names of shards is never a mixture, and where there is an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import fcntl
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
-from awex_delta.errors import LayoutError, WireError
+from awex_delta.errors import LayoutError, UpdateError, WireError
 from awex_delta.folder.apply import stage, write
 from awex_delta.folder.chain import Catalogue
 from awex_delta.folder.folder import INDEX, Folder, Step, version_name
 from awex_delta.folder.live import Live, whole_parts
 from awex_delta.folder.local import (
     DamagedBaseError,
+    Layout,
     Marker,
     Tensors,
+    layout_of,
     load_checked,
     open_in_place,
     parse_marker,
@@ -50,6 +54,50 @@ JOURNAL = ".awex_delta"
 HIDDEN = ".patching"
 
 _INDEX_TO_COME = "index.json"
+
+
+@contextmanager
+def alone(path: Path) -> Iterator[None]:
+    """Nobody else changes the checkpoint meanwhile; a process that dies lets go.
+
+    Raises:
+        UpdateError: another process changes it.
+    """
+    room = path / JOURNAL
+    room.mkdir(parents=True, exist_ok=True)
+    with (room / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UpdateError(f"another pull changes {path}: wait for it, or stop it") from error
+        yield
+
+
+def why_not_in_place(path: Path, held: Marker | None, link: Manifest) -> str:
+    """Why shards that are there cannot be changed in place; empty if they can, or there are none.
+
+    Args:
+        path: the checkpoint.
+        held: what it is; None if it is no version.
+        link: the version to come.
+    """
+    if held is None:
+        found = sorted(path.glob("*.safetensors"))
+        return f"{found[0].name} is of no version that is known" if found else ""
+    for shard in held.shards:
+        file = path / shard
+        if file.is_symlink() or (file.exists() and file.stat().st_nlink > 1):
+            return f"{shard} is shared with another checkpoint by a link"
+        try:
+            open_in_place(file)  # before the index goes: otherwise no pull could ever finish
+        except FileNotFoundError:
+            continue  # damage, which is noticed when it is read
+        except OSError as error:
+            return f"{shard} cannot be written in place ({error.strerror})"
+    wanted: Layout = {entry.name: (entry.dtype, entry.shape) for entry in link.tensors}
+    if link.kind is Kind.FULL and layout_of(path, held) != wanted:
+        return f"{link.label} has other tensors than the checkpoint"
+    return ""
 
 
 class Journal:

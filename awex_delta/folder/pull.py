@@ -7,18 +7,16 @@ says which version they are, so replacing it, by one rename, is the moment at wh
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import re
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
-from awex_delta.errors import ChainError, CorruptFrameError, UpdateError, WireError
+from awex_delta.errors import ChainError, CorruptFrameError, WireError
 from awex_delta.folder.apply import Piece, Staged, stage, within, write, write_pieces
 from awex_delta.folder.content import differing, matching, sums_of
 from awex_delta.folder.folder import INDEX, Folder, Step, ignore_step, version_name
@@ -26,7 +24,6 @@ from awex_delta.folder.lease import Lease, leased_chain
 from awex_delta.folder.live import Live, whole_parts
 from awex_delta.folder.local import (
     DamagedBaseError,
-    Layout,
     Marker,
     Tensors,
     dump_index,
@@ -35,14 +32,13 @@ from awex_delta.folder.local import (
     load,
     load_checked,
     names_by_file,
-    open_in_place,
     read_marker,
     sum_of,
     total_bytes,
 )
 from awex_delta.folder.manifest import Manifest, checksum
 from awex_delta.folder.pack import PackedFile, pack_tensors
-from awex_delta.folder.patch import HIDDEN, JOURNAL, Journal
+from awex_delta.folder.patch import HIDDEN, Journal, alone, why_not_in_place
 from awex_delta.protocol.verdict import Kind
 
 logger = logging.getLogger(__name__)
@@ -152,7 +148,7 @@ class LocalCheckpoint:
         self._read_bytes = self._written_bytes = 0
         self._links, self._in_place, self._problems = [], [], []
         refused, heard, damaged = set[str](), progress or Progress(), False
-        with self._alone():
+        with alone(self.path):
             self._finish(heard)
             self._held = self.marker()
             try:
@@ -181,18 +177,6 @@ class LocalCheckpoint:
             problems=(*self._problems, *problems),
         )
 
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Nobody else changes the checkpoint meanwhile; a process that dies lets go. Raises UpdateError."""
-        room = self.path / JOURNAL
-        room.mkdir(parents=True, exist_ok=True)
-        with (room / "lock").open("w") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise UpdateError(f"another pull changes {self.path}: wait for it, or stop it") from error
-            yield
-
     def _attempt(
         self, version: int | None, refused: set[str], progress: Progress, *, may_patch: bool
     ) -> tuple[Marker, Sequence[str]]:
@@ -215,7 +199,7 @@ class LocalCheckpoint:
         """Go one version on. True if that was done in place."""
         if link.kind is Kind.FULL:
             self._copy_extra_files(link)
-        obstacle = self._obstacle(held, link)
+        obstacle = why_not_in_place(self.path, held, link)
         if held is None or obstacle or not may_patch:
             self._problems += [f"{obstacle}: whole shards are written"] if obstacle else []
             self._rewrite(link, held, progress)
@@ -226,26 +210,6 @@ class LocalCheckpoint:
         if now is None or now.id != link.id:
             raise DamagedBaseError("the checkpoint could not be changed in place")
         return True
-
-    def _obstacle(self, held: Marker | None, first: Manifest) -> str:
-        """Why shards that are there cannot be changed in place; empty where they can, or there are none."""
-        if held is None:
-            found = sorted(self.path.glob("*.safetensors"))
-            return f"{found[0].name} is of no version that is known" if found else ""
-        for shard in held.shards:
-            file = self.path / shard
-            if file.is_symlink() or (file.exists() and file.stat().st_nlink > 1):
-                return f"{shard} is shared with another checkpoint by a link"
-            try:
-                open_in_place(file)  # before the index goes: otherwise no pull could ever finish
-            except FileNotFoundError:
-                continue  # damage, which is noticed when it is read
-            except OSError as error:
-                return f"{shard} cannot be written in place ({error.strerror})"
-        wanted: Layout = {entry.name: (entry.dtype, entry.shape) for entry in first.tensors}
-        if first.kind is Kind.FULL and layout_of(self.path, held) != wanted:
-            return f"{first.label} has other tensors than the checkpoint"
-        return ""
 
     def _patch(self, held: Marker, link: Manifest, progress: Progress) -> None:
         """Note in the journal what changes in each shard, one at a time."""

@@ -15,12 +15,14 @@ from typing import Any, ClassVar
 import fsspec
 import pytest
 import torch
+import xxhash
 from fsspec.implementations.memory import MemoryFileSystem
 
 from awex_delta.errors import ChainError, UpdateAborted, VerificationError
 from awex_delta.folder.chain import Catalogue
 from awex_delta.folder.folder import INDEX, Folder, version_name
 from awex_delta.folder.manifest import Manifest, dump_manifest
+from awex_delta.folder.pull import LocalCheckpoint
 from awex_delta.protocol.verdict import Reason
 from awex_delta.testing.ranks import results
 from awex_delta.wire.digest import digest
@@ -461,3 +463,64 @@ def test_a_manifest_says_nothing_that_its_checksum_does_not_cover(build: Build, 
         folder.put(name, [json.dumps(index).encode()])
         changed += 1
     assert changed == 2
+
+
+def set_format(folder: Folder, version: int, number: int) -> None:
+    """Make a manifest one of another format, with a checksum that is right."""
+    name = f"{version_name(version)}/{INDEX}"
+    index = json.loads(folder.read(name))
+    body = index["metadata"]["awex_delta"]
+    body["format"] = number
+    del body["xxh3"]
+    body["xxh3"] = xxhash.xxh3_64(json.dumps(body, sort_keys=True).encode()).hexdigest()
+    folder.put(name, [json.dumps(index).encode()])
+
+
+def test_a_folder_of_another_format_is_refused_with_its_path_and_the_remedy(
+    build: Build, tmp_path: Path
+) -> None:
+    trainers = build(Trainers, str(tmp_path / "run"), anchor_interval=5)
+    trainers.write(0, 1)
+    engine = build(Engine, trainers, num_ranks=2)
+    assert engine.read(0) == 0
+    before = files_below(tmp_path / "run" / version_name(0))
+    for version in (0, 1):
+        set_format(Folder(trainers.url), version, 1)
+    said = (
+        f"{tmp_path / 'run'}/weight_v00000[01] has format 1, and this release reads and writes format 2: "
+        "write to a new folder, or read it with the release that wrote it"
+    )
+    assert engine.read() == 0  # what it holds stays served
+    late = build(Engine, trainers)
+    (error,) = late.try_read()
+    with pytest.raises(ChainError, match=said):
+        raise error
+    assert not any(tensor.any() for tensor in late.views[0].tensors_by_name.values())
+    with pytest.raises(ChainError, match=said):
+        LocalCheckpoint(tmp_path / "local", Folder(trainers.url)).pull()
+    trainers.close()
+    again = build(Trainers, str(tmp_path / "run"))
+    for _ in range(2):
+        for error in again.begin(2):
+            with pytest.raises(UpdateAborted, match=said):
+                raise error
+    assert files_below(tmp_path / "run" / version_name(0)) == before
+    shutil.rmtree(tmp_path / "run")
+    again.write(3)
+    assert late.read() == 3
+
+
+def test_a_follower_reads_tables_once(build: Build, tmp_path: Path) -> None:
+    trainers = build(Trainers, str(tmp_path), anchor_interval=5)
+    engine = build(Engine, trainers)
+    trainers.write(0)
+    assert engine.read() == 0
+    for version in (1, 2):
+        trainers.write(version)
+        (stats,) = results(engine.try_read())
+        manifest = Catalogue(Folder(trainers.url)).get(version)
+        assert isinstance(manifest, Manifest)
+        bodies = sum(body.size for line in manifest.lines for body in line.bodies)
+        tables = sum(line.boxes.size for line in manifest.lines)
+        assert stats.wire_bytes == bodies + (tables if version == 1 else 0)
+        assert engine.holds(trainers.history[version])
