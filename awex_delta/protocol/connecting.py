@@ -147,7 +147,7 @@ def _raise_first(comm: Comm, words: Sequence[_Word]) -> None:
 
 def _compared(words: Sequence[_Word], num_engines: int) -> Mapping[tuple[int, int, torch.dtype], int]:
     """Elements of each line, which both ends computed alike. Raises LockstepError where they did not."""
-    ends = [{(peer, name): rest for peer, name, *rest in word.lines} for word in words]
+    ends = [{line[:2]: line[2:] for line in word.lines} for word in words]
     for seat, lines in enumerate(ends):
         for (peer, name), line in lines.items():
             if peer >= len(ends) or ends[peer].get((seat, name)) != line:
