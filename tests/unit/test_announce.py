@@ -43,7 +43,7 @@ def completed(spec: Spec) -> Spec:
 @BOTH
 def test_a_description_comes_back_as_it_went(spec: Spec) -> None:
     again = completed(spec)
-    fields = [(spec, again, name) for name in spec.__slots__ if name != "layout"]
+    fields: list[tuple[Any, Any, str]] = [(spec, again, name) for name in spec.__slots__ if name != "layout"]
     fields += [(spec.layout, again.layout, name) for name in spec.layout.__slots__]
     for mine, other, name in fields:
         one, two = getattr(mine, name), getattr(other, name)

@@ -193,11 +193,15 @@ def edited(rank: Rank, name: str, **change: Any) -> Rank:
     """An engine rank that says something else of one tensor."""
     layout: EngineColumns = rank.spec.layout
     place = layout.places[name]
+    return Rank(spec=replace(rank.spec, layout=changed(layout, place, change)), numbers=rank.numbers)
+
+
+def changed(layout: Any, place: int, change: dict[str, Any]) -> Any:
+    """A layout with other entries at one place of its columns."""
     columns = {key: list(getattr(layout, key)) for key in change}
     for key, value in change.items():
         columns[key][place] = value
-    layout = replace(layout, **{key: tuple(column) for key, column in columns.items()})
-    return Rank(spec=replace(rank.spec, layout=layout), numbers=rank.numbers)
+    return replace(layout, **{key: tuple(column) for key, column in columns.items()})
 
 
 def owning(rank: Rank, key: str, owned: tuple[int, int] | None = None, owners: Any = None) -> Rank:
@@ -214,11 +218,8 @@ def owning(rank: Rank, key: str, owned: tuple[int, int] | None = None, owners: A
 def outputs(rank: Rank, name: str, **change: Any) -> Rank:
     """A trainer rank that says something else of one HF tensor."""
     layout: TrainerColumns = rank.spec.layout
-    columns = {key: list(getattr(layout, key)) for key in change}
-    for key, value in change.items():
-        columns[key][layout.names.index(name)] = value
-    layout = replace(layout, **{key: tuple(column) for key, column in columns.items()})
-    return Rank(spec=replace(rank.spec, layout=layout), numbers=rank.numbers)
+    place = layout.names.index(name)
+    return Rank(spec=replace(rank.spec, layout=changed(layout, place, change)), numbers=rank.numbers)
 
 
 def refusal(engine_ranks: list[Rank], trainer_ranks: list[Rank], kind: type[ConnectError]) -> str:

@@ -144,7 +144,8 @@ def _trainer(
     for name, outputs, is_expert in _params(model, values, rank, sizes):
         owners = expert_owners if is_expert else dense_owners
         params.append((name, outputs, () if any(o[0] in whole for o in outputs) else owners))
-    keys, numels, owned, runs, out = [], [], [], [], []
+    keys, numels, owned, runs = [], [], [], []
+    out: list[tuple[int, str, tuple[int, ...], bool]] = []
     for place, (key, outputs, owners) in enumerate(params):
         flat = _numel(outputs)
         keys.append(f"0/{key}")
@@ -297,7 +298,7 @@ def engines(
     head: "own", or "alias" of the embedding, or "none".
     """
     values = {name: value for name, value in numbered(model).items() if (name, head) != (HEAD, "none")}
-    found = []
+    found: list[Rank] = []
     for instance in range(instances):
         for rank in range(tp):
             found.append(
