@@ -18,7 +18,7 @@ PINNED := $(filter torch==2.13.0,$(TORCH))
 VLLM := $(if $(PINNED),$(if $(filter Linux-x86_64,$(shell uname -s)-$(shell uname -m)),.venv/.installed-vllm))
 SGLANG := $(if $(PINNED),.venv/.installed-sglang)
 
-.PHONY: demo example test test-fast vllm sglang check format docs site bench clean
+.PHONY: demo example test test-all test-fast vllm sglang check format docs site bench gpu clean
 
 demo: .venv/.installed
 	$(BIN)/awex-delta demo
@@ -30,7 +30,11 @@ CHROMIUM := $(if $(shell command -v chromium chromium-browser google-chrome),,$(
 example: .venv/.installed
 	$(BIN)/python -W ignore -m examples.gsm8k_grpo.train tiny_cpu
 
+# What a change must pass every day. What takes longer is marked `all`, and listed in CONTRIBUTING.md.
 test: .venv/.installed-dev $(VLLM) $(SGLANG) $(CHROMIUM)
+	$(BIN)/python -m pytest -m "not all"
+
+test-all: .venv/.installed-dev $(VLLM) $(SGLANG) $(CHROMIUM)
 	$(BIN)/python -m pytest
 
 # A vLLM that runs on this CPU, for the tests: about 1 GB on disk.
@@ -65,6 +69,24 @@ site: .venv/.installed-dev
 bench: .venv/.installed
 	$(BIN)/awex-delta bench detect
 	$(BIN)/awex-delta bench sync
+
+# Whatever needs a CUDA device, on one of them in under nine minutes, into build/gpu.json. GPU machines often have
+# a Python with its own torch and reach no index: make gpu WHEELS=folder takes what is missing from a folder.
+GPU_PYTHON = $(shell for python in python3 python3.11 python3.12 python3.13 $(PYTHON); do \
+	$$python -c 'import sys, torch; sys.exit(sys.version_info < (3, 11) or not torch.cuda.is_available())' 2>/dev/null \
+	&& echo $$python && break; done)
+GPU_BIN := build/gpu-venv/bin
+
+gpu:
+	@python='$(GPU_PYTHON)'; if [ -n "$$python" ]; then \
+		$$python -m venv --system-site-packages build/gpu-venv && \
+		$(GPU_BIN)/python scripts/dependencies.py > build/gpu-venv/dependencies.txt && \
+		$(GPU_BIN)/python -m pip install -qq --disable-pip-version-check \
+			$(if $(WHEELS),--no-index --find-links "$(WHEELS)") --requirement build/gpu-venv/dependencies.txt && \
+		$(GPU_BIN)/python -W ignore -m benchmarks.gpu --out build/gpu.json; \
+	elif command -v nvidia-smi >/dev/null && nvidia-smi >/dev/null 2>&1; then \
+		$(MAKE) --no-print-directory .venv/.installed && $(BIN)/python -W ignore -m benchmarks.gpu --out build/gpu.json; \
+	else echo "skipped: this machine has no CUDA device"; fi
 
 clean:
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

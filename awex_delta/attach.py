@@ -45,7 +45,7 @@ def attach_megatron(
         UnsupportedError: the model or the optimizer cannot be read.
         ConfigError: the world size is not allowed, or the settings say that updates go through a folder.
 
-    Collective: no. Call it on every rank of the trainer.
+    Call it on every rank of the trainer; the ranks do not wait for each other.
     """
     from awex_delta.trainers.megatron import MegatronTrainer
 
@@ -81,8 +81,6 @@ def attach_transformers(
     Raises:
         LayoutError: the model holds weights that cannot be updated in place.
         ConfigError: a rank or the world size is not allowed.
-
-    Collective: no.
     """
     from awex_delta.engines.transformers import TransformersEngine
 
@@ -118,7 +116,7 @@ def attach_megatron_disk(
         UnsupportedError: the model or the optimizer cannot be read.
         ConfigError: the settings name another transport, or a folder that cannot be opened.
 
-    Collective: no. Call it on every rank of the trainer.
+    Call it on every rank of the trainer; the ranks do not wait for each other.
     """
     from awex_delta.trainers.megatron import MegatronTrainer
 
@@ -152,8 +150,6 @@ def attach_transformers_disk(
     Raises:
         LayoutError: the model holds weights that cannot be updated in place.
         ConfigError: the settings name another transport, or a folder that cannot be opened.
-
-    Collective: no.
     """
     from awex_delta.engines.transformers import TransformersEngine
 

@@ -26,8 +26,6 @@ from awex_delta.detection.adamw import AdamWStep, invert, old_weights
 from awex_delta.detection.invert import detect_changes
 from awex_delta.detection.slices import Detection, OwnedSlice
 from awex_delta.detection.snapshot import SnapshotBaseline
-from awex_delta.wire.codec import RegionChange
-from awex_delta.wire.registry import CODECS
 from benchmarks.digests import Digests, over_detect
 from benchmarks.environment import environment_record
 
@@ -59,6 +57,7 @@ class Training:
             chunk=0,
             start=0,
             stop=stop - start,
+            begin=start,
             main=self.main[start:stop],
             weight=self.weight[start:stop],
             exp_avg=self.exp_avg[start:stop],
@@ -126,24 +125,15 @@ def snapshot(training: Training) -> SnapshotBaseline:
     return baseline
 
 
-def wire_bytes(training: Training, detection: Detection) -> int:
-    """Bytes of what was found, packed as `indices`."""
-    weight = {owned.key: owned.weight for owned in training.slices()}
-    found = [(changes, weight[changes.key]) for changes in detection.changes]
-    return sum(
-        CODECS["indices"].size(
-            RegionChange(numel=of.numel(), index=changes.index, value=of.take(changes.index)), of.dtype
-        )
-        for changes, of in found
-    )
+def wire_bytes(detection: Detection) -> int:
+    """Bytes of what was found: a position of 4 and a value of 2 for each, as `indices` packs them."""
+    return (4 + 2) * detection.num_changed
 
 
 def missed(training: Training, detection: Detection) -> int:
     """Truly changed elements that were not found."""
     changed = training.before.view(torch.int16) != training.weight.view(torch.int16)
-    for changes in detection.changes:
-        start = int(changes.key.rpartition(".")[2])
-        changed[changes.index + start] = False
+    changed[detection.changes.pos] = False
     return int(changed.sum())
 
 
@@ -158,8 +148,9 @@ def peak_extra_bytes(function: Callable[[], Detection]) -> int:
     before = _status_bytes("VmRSS")
     detection = function()
     peak = _status_bytes("VmHWM")
-    returned = sum(changes.index.nbytes + changes.code.nbytes for changes in detection.changes)
-    return peak - before - returned
+    changes = detection.changes
+    tensors = (changes.pos, changes.code, changes.value)
+    return peak - before - sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
 def _status_bytes(field: str) -> int:
@@ -203,13 +194,13 @@ def methods(
             "commit_seconds": 0.0,  # a step count for each slice
             "kept_bytes": 0,
             "peak_extra_bytes": peak_extra_bytes(lambda: detect(training)),
-            "wire_bytes": wire_bytes(training, detection),
+            "wire_bytes": wire_bytes(detection),
         },
         "snapshot": {
             "seconds": statistics.median(samples["snapshot"]),
             "kept_bytes": baseline.num_bytes,
             "peak_extra_bytes": peak_extra_bytes(baseline.detect),
-            "wire_bytes": wire_bytes(training, baseline.detect()),
+            "wire_bytes": wire_bytes(baseline.detect()),
             "commit_seconds": statistics.median(seconds(baseline.committed) for _ in range(repeats)),
         },
     }
@@ -237,7 +228,7 @@ def run(*, num_elements: int = 32_000_000, repeats: int = 5) -> dict[str, object
     baseline = snapshot(training)
     first_call = seconds(lambda: detect(training))
     detection = detect(training)
-    digests = Digests.of(training.slices(), detection, training.before)
+    digests = Digests.of(training.before, detection.changes)
     timed: Mapping[str, Callable[[], object]] = {
         "copy": lambda: target.copy_(training.main),
         "detect": lambda: detect(training),

@@ -2,77 +2,70 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Self
 
 import torch
 
-from awex_delta.detection.slices import ChangeSet, Detection, OwnedSlice
-from awex_delta.lines.storages import gather_from, scatter_into
-from awex_delta.wire.codec import RegionChange
-from awex_delta.wire.digest import WORTH_COMPILING, salt_of, sum_at, sum_whole
-from awex_delta.wire.guard import Guard, guard_of, old_digest
+from awex_delta.lines.bits import UNSTATED, apply_code
+from awex_delta.lines.changes import Changes
+from awex_delta.lines.storages import Storages
+from awex_delta.wire.digest import WORTH_COMPILING, sum_at, sum_whole
+
+_SALT = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Digests:
-    """A detection, the trainer's weights that it was made on, and an engine's, by key.
+    """Changes of one line, and an engine's weights.
 
-    live: the engine's, before the step until they are written.
-    sent: the changes, as frames hold them.
+    live: bf16 [n], the engine's, before the step until the changes are written.
+    pos, code, value: the changes, as `Changes` holds them.
+    stated: bool [changes], whether the old bits follow from the code.
     """
 
-    live: Mapping[str, torch.Tensor]
-    weights: Mapping[str, torch.Tensor]
-    found: Detection
-    sent: Sequence[RegionChange]
+    live: torch.Tensor
+    pos: torch.Tensor
+    code: torch.Tensor
+    value: torch.Tensor
+    stated: torch.Tensor
 
     @classmethod
-    def of(cls, slices: Sequence[OwnedSlice], found: Detection, before: torch.Tensor) -> Self:
+    def of(cls, before: torch.Tensor, changes: Changes) -> Self:
         """Of one training step. Compiles what is to be measured.
 
         Args:
-            slices: the weights after the step, one slice after the other.
-            found: the changes in them.
-            before: all weights before the step.
+            before: bf16 [n], all weights before the step.
+            changes: what was found, with codes and values.
         """
-        weights = {owned.key: owned.weight for owned in slices}
-        parts = torch.split(before, [owned.weight.numel() for owned in slices])
-        sent = [
-            RegionChange(
-                numel=weights[changes.key].numel(),
-                index=changes.index,
-                value=gather_from(weights[changes.key], changes.index),
-                code=changes.code,
-            )
-            for changes in found.changes
-        ]
-        live = {key: part.clone() for key, part in zip(weights, parts, strict=True)}
-        digests = cls(live=live, weights=weights, found=found, sent=sent)
+        assert changes.code is not None
+        assert changes.value is not None
+        digests = cls(
+            live=before.clone(),
+            pos=changes.pos,
+            code=changes.code,
+            value=changes.value,
+            stated=changes.code != UNSTATED,
+        )
         digests.of_all()
         return digests
 
-    def of_trainer(self) -> tuple[Guard, list[int]]:
+    def of_trainer(self) -> tuple[int, int]:
         """What a trainer adds to detection in a delta of values: digests of what it replaces and sends."""
-        guard = guard_of(self.sent, compiled=self._compiled)
-        return guard, self._sums([change.value for change in self.sent])
+        old = apply_code(self.value, -self.code)  # means nothing where no step is stated
+        return self._sums(old, self.value)
 
     def write(self) -> None:
         """What an engine does without digests: it writes."""
-        for change, changes in zip(self.sent, self.found.changes, strict=True):
-            scatter_into(self.live[changes.key], changes.index, change.value)
+        Storages([self.live]).scatter(self.pos, self.value)
 
-    def write_verified(self, guard: Guard) -> tuple[list[int], list[int]]:
+    def write_verified(self) -> tuple[int, int]:
         """The same with digests of its live weights at the same places, before and after."""
-        place, totals = 0, []
-        for changes in self.found.changes:
-            totals.append(self._of_base(changes, guard, place))
-            place += changes.index.numel()
+        line = Storages([self.live])
+        old = line.gather(self.pos, self.live.dtype)
         self.write()
-        written = [gather_from(self.live[changes.key], changes.index) for changes in self.found.changes]
-        base: list[int] = torch.stack(totals).tolist()
-        return base, self._sums(written)
+        return self._sums(old, line.gather(self.pos, self.live.dtype))
 
     def timed(self) -> dict[str, Callable[[], object]]:
         """What is to be timed for `over_detect`.
@@ -80,41 +73,26 @@ class Digests:
         Raises:
             RuntimeError: a trainer's digests and an engine's differ.
         """
-        guard, sent = self.of_trainer()
-        if self.write_verified(guard) != (guard.digests.tolist(), sent):
+        if self.write_verified() != self.of_trainer():
             raise RuntimeError("a trainer's digests and an engine's of the same values differ")
         return {
             "digest": self.of_trainer,
             "write": self.write,
-            "write_verified": lambda: self.write_verified(guard),
+            "write_verified": self.write_verified,
             "digest_all": self.of_all,
         }
 
     def of_all(self) -> int:
         """One digest of all weights, as each side takes in a full sync."""
-        totals = [sum_whole(w, salt_of(k), compiled=self._compiled) for k, w in self.weights.items()]
-        return int(torch.stack(totals).sum())
+        return int(sum_whole(self.live, _SALT, compiled=self._compiled))
 
     @property
     def _compiled(self) -> bool:
-        return sum(weight.numel() for weight in self.weights.values()) >= WORTH_COMPILING
+        return self.live.numel() >= WORTH_COMPILING
 
-    def _of_base(self, changes: ChangeSet, guard: Guard, place: int) -> torch.Tensor:
-        live = self.live[changes.key]
-        return old_digest(
-            changes.index,
-            lambda here: gather_from(live, changes.index[here]),
-            lambda here: guard.stated(place + here.start, place + here.stop),
-            compiled=self._compiled,
-        )
-
-    def _sums(self, values: Sequence[torch.Tensor]) -> list[int]:
-        totals = [
-            sum_at(changes.index, value, salt_of(changes.key), compiled=self._compiled)
-            for changes, value in zip(self.found.changes, values, strict=True)
-        ]
-        sums: list[int] = torch.stack(totals).tolist()
-        return sums
+    def _sums(self, old: torch.Tensor, new: torch.Tensor) -> tuple[int, int]:
+        replaced = sum_at(self.pos, old, _SALT, counts=self.stated, compiled=self._compiled)
+        return int(replaced), int(sum_at(self.pos, new, _SALT, compiled=self._compiled))
 
 
 def over_detect(seconds: Mapping[str, float]) -> dict[str, float]:

@@ -94,20 +94,25 @@ class Shape:
 class ExpertsTrainer(TorchAdamWTrainer):
     """A rank that owns all parameters of a shape, stepped by `torch.optim.AdamW`."""
 
-    def __init__(self, shape: Shape, lr: float, settings: DeltaSettings) -> None:
+    def __init__(
+        self, shape: Shape, lr: float, settings: DeltaSettings, device: torch.device | str = "cpu"
+    ) -> None:
         """Draw weights from N(0, 0.02).
 
         Args:
             shape: of the model.
             lr: of the AdamW.
             settings: as agreed with the engine.
+            device: of weights and optimizer.
         """
         self._parts: Mapping[str, Parts] = dict(shape.params())
         generator = torch.Generator().manual_seed(0)
         weights = {}
         for name, parts in self._parts.items():
             rows = sum(rows for _, rows in parts)
-            weights[name] = (torch.randn(rows, shape.columns(name), generator=generator) * 0.02).bfloat16()
+            weights[name] = (torch.randn(rows, shape.columns(name), generator=generator) * 0.02).to(
+                device, torch.bfloat16
+            )
         masters = {name: weight.float().requires_grad_() for name, weight in weights.items()}
         optimizer = torch.optim.AdamW(masters.values(), lr=lr, weight_decay=0.01, foreach=True)
         super().__init__(
@@ -128,14 +133,16 @@ class ExpertsTrainer(TorchAdamWTrainer):
 class ExpertsEngine:
     """An `EngineView` of a shape that serves nothing. Weights begin at zero."""
 
-    def __init__(self, shape: Shape, *, fused: bool) -> None:
+    def __init__(self, shape: Shape, *, fused: bool, device: torch.device | str = "cpu") -> None:
         """Allocate.
 
         Args:
             shape: of the model.
             fused: experts, queries, keys and values share storages as they do in SGLang and vLLM: w13
                 [experts, 2 rows, hidden], w2 [experts, hidden, rows]. Otherwise each tensor has its own.
+            device: of the weights.
         """
+        self._device = torch.device(device)
         self.version: int | None = None
         self._tensors: list[EngineTensor] = []
         experts: dict[str, torch.Tensor] = {}
@@ -143,10 +150,10 @@ class ExpertsEngine:
             kind, _, expert = param.partition(".weight")
             columns, rows = shape.columns(param), sum(rows for _, rows in parts)
             if ".experts." in param and kind not in experts:
-                experts[kind] = _zeros(shape.experts, rows, columns)
-            storage = experts[kind][int(expert)] if kind in experts else _zeros(rows, columns)
+                experts[kind] = self._zeros(shape.experts, rows, columns)
+            storage = experts[kind][int(expert)] if kind in experts else self._zeros(rows, columns)
             for (name, size), view in zip(parts, _split(storage, parts), strict=True):
-                self._tensors.append(part(name, view if fused else _zeros(size, columns)))
+                self._tensors.append(part(name, view if fused else self._zeros(size, columns)))
 
     def tensors(self) -> Sequence[EngineTensor]:
         """See `EngineView.tensors`."""
@@ -154,10 +161,15 @@ class ExpertsEngine:
 
     def synchronize(self) -> None:
         """See `EngineView.synchronize`."""
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize(self._device)
 
     def committed(self, version: int) -> None:
         """See `EngineView.committed`."""
         self.version = version
+
+    def _zeros(self, *shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.bfloat16, device=self._device)
 
 
 def identical(engine: ExpertsEngine, trainer: ExpertsTrainer) -> bool:
@@ -172,7 +184,3 @@ def identical(engine: ExpertsEngine, trainer: ExpertsTrainer) -> bool:
 
 def _split(tensor: torch.Tensor, parts: Parts) -> Sequence[torch.Tensor]:
     return torch.split(tensor, [rows for _, rows in parts])
-
-
-def _zeros(*shape: int) -> torch.Tensor:
-    return torch.zeros(shape, dtype=torch.bfloat16)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
 import statistics
 import subprocess
@@ -35,6 +34,7 @@ from awex_delta.protocol.rendezvous import Rendezvous, host_store
 from awex_delta.protocol.sender import Sender
 from awex_delta.protocol.verdict import Kind
 from awex_delta.settings.agreed import DeltaSettings
+from awex_delta.testing.fleet import Member
 from awex_delta.testing.tiny_models import TinySpec, hf_config
 from awex_delta.trainers.torch_adamw import TorchAdamWTrainer
 from benchmarks.temporaries import LargestNew
@@ -139,7 +139,6 @@ def _load(spec: TinySpec, folder: Path) -> Any:
 
 def train(port: int, shapes: Mapping[str, tuple[int, ...]], lr: float, versions: int) -> None:
     """The other side, in a process of its own: AdamW steps on the same shapes, each sent as a version."""
-    torch.set_num_threads(1)
     trainer = TorchAdamWTrainer.create(shapes, lr=lr, settings=SETTINGS)
     sender = Sender(trainer, _rendezvous(port), 0, SETTINGS)
     sender.connect()
@@ -301,15 +300,12 @@ def _work(job: Mapping[str, Any]) -> None:
     store = host_store()
     follower = _Follower(model, store.port)
     shapes = {entry.name: entry.global_shape for entry in follower.entries}
-    context = multiprocessing.get_context("spawn")
-    trainer = context.Process(
-        target=train, args=(store.port, shapes, job["lr"], job["repeats"] + 2), daemon=True
-    )
-    trainer.start()
+    trainer = Member()
+    trainer.send(train, store.port, shapes, job["lr"], job["repeats"] + 2)
     try:
         path.write_text(json.dumps(measure(follower, job["repeats"])))
     finally:
-        trainer.kill()
+        trainer.end()
 
 
 def main() -> None:

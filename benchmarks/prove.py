@@ -129,9 +129,9 @@ def run(
     try:
         ctypes.CDLL(None).malloc_trim(0)  # a peak could hide in freed memory that the allocator kept
         Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
-        resident, start = _status_bytes("VmRSS"), time.perf_counter()
+        resident, start = status_bytes("VmRSS"), time.perf_counter()
         routes = find_routes(cast(TrainerView, rank)).values()
-        seconds, peak = time.perf_counter() - start, _status_bytes("VmHWM")
+        seconds, peak = time.perf_counter() - start, status_bytes("VmHWM")
     finally:
         torch.set_num_threads(before)
     unproved = [route.info.param for route in routes if route.relocations is None]
@@ -149,7 +149,8 @@ def run(
     }
 
 
-def _status_bytes(field: str) -> int:
+def status_bytes(field: str) -> int:
+    """A field of the status of this process, in bytes. Linux only."""
     found = re.search(rf"^{field}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
     if found is None:
         raise OSError(f"/proc/self/status has no {field}")

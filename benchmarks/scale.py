@@ -10,14 +10,17 @@ Deltas and AWEX's full syncs alternate, in two sizes, so that the slope between 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from queue import SimpleQueue
 from typing import Any
 
 import torch
+from awex.transfer.transfer_plan import TransferPlan
 from torch._C._distributed_c10d import HashStore
 
 from awex_delta.protocol.receiver import Receiver
@@ -49,6 +52,8 @@ class Run:
             Receiver(engine, rendezvous, 0, "engine", settings),
             Sender(self.view, rendezvous, 0, settings),
         )
+        if engine.tensors()[0].view.device.type != "cpu":
+            copy_full_syncs(*self.ends)
         self._threads = ThreadRanks(2)
         begin = time.perf_counter()
         self._all(lambda end: end.connect())
@@ -70,8 +75,40 @@ class Run:
         return results(self._threads.run(lambda seat: work(self.ends[seat]), timeout_seconds=900))
 
 
+def copy_full_syncs(receiver: Receiver, sender: Sender) -> None:
+    """Copy the weights of full syncs from thread to thread: NCCL takes no two ranks on one device."""
+    handed: SimpleQueue[dict[str, torch.Tensor]] = SimpleQueue()
+    copied: SimpleQueue[None] = SimpleQueue()
+
+    def send(tensors: dict[str, torch.Tensor], _: TransferPlan, *, phase: str) -> None:  # noqa: ARG001
+        handed.put(tensors)
+        copied.get(timeout=SETTINGS.timeout_seconds)
+
+    def receive(tensors: dict[str, torch.Tensor], plan: TransferPlan, *, phase: str) -> None:  # noqa: ARG001
+        sent = handed.get(timeout=SETTINGS.timeout_seconds)
+        for op in (op for ops in plan.operations.values() for op in ops):
+            target, source = (
+                tensor[tuple(slice(o, o + n) for o, n in zip(offset, op.overlap_shape, strict=True))]
+                for tensor, offset in (
+                    (tensors[op.recv_shard_meta.name], op.recv_offset),
+                    (sent[op.send_shard_meta.name], op.send_offset),
+                )
+            )
+            target.copy_(source)
+        copied.put(None)
+
+    setattr(sender.comm, "send_weights", send)  # noqa: B010 - stands in for a method
+    setattr(receiver.comm, "receive_weights", receive)  # noqa: B010
+
+
 def measure(
-    trainer: ExpertsTrainer, shape: Shape, *, storages: str, encoding: str, repeats: int
+    trainer: ExpertsTrainer,
+    shape: Shape,
+    *,
+    storages: str,
+    encoding: str,
+    repeats: int,
+    device: torch.device | str = "cpu",
 ) -> dict[str, Any]:
     """One row of the record.
 
@@ -81,11 +118,12 @@ def measure(
         storages: one of `STORAGES`.
         encoding: of the deltas.
         repeats: measured deltas, and as many full syncs, after one of each.
+        device: of all weights.
 
     Raises:
         RuntimeError: an update was not of the kind that was due.
     """
-    engine = ExpertsEngine(shape, fused=storages == "fused")
+    engine = ExpertsEngine(shape, fused=storages == "fused", device=device)
     run = Run(trainer, engine, encoding)
     samples: dict[Kind, list[tuple[float, list[UpdateStats]]]] = {Kind.DELTA: [], Kind.FULL: []}
     version = 1
@@ -155,16 +193,15 @@ def run(
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as a rank of many on a machine
-    rows = []
+    rows: list[dict[str, Any]] = []
     try:
         for size in (tensors // 4, tensors):
             shape = Shape.of(size, elements)
             trainer = ExpertsTrainer(shape, LR_FOR_ALL * changed, SETTINGS)
-            for encoding in encodings:
-                for storages in STORAGES:
-                    rows.append(
-                        measure(trainer, shape, storages=storages, encoding=encoding, repeats=repeats)
-                    )
+            rows += [
+                measure(trainer, shape, storages=storages, encoding=encoding, repeats=repeats)
+                for encoding, storages in itertools.product(encodings, STORAGES)
+            ]
     finally:
         torch.set_num_threads(threads)
     return {

@@ -29,7 +29,6 @@ from awex_delta.detection.adamw import AdamWStep
 from awex_delta.detection.invert import detect_changes
 from awex_delta.detection.slices import OwnedSlice
 from awex_delta.lines.changes import Changes
-from awex_delta.lines.storages import gather_from
 from awex_delta.settings.agreed import DeltaSettings
 from awex_delta.testing.procs import Rank, run_ranks
 from awex_delta.wire.buckets import Bucket
@@ -83,18 +82,20 @@ def simulated(step: AdamWStep, num_elements: int) -> Update:
         chunk=0,
         start=0,
         stop=num_elements,
+        begin=0,
         main=main,
         weight=weight,
         exp_avg=state["exp_avg"],
         exp_avg_sq=state["exp_avg_sq"],
         step=step.step,
     )
-    (found,) = detect_changes([owned], lambda _: step).changes
-    return Update.of(found.index, found.code, before, weight)
+    found = detect_changes([owned], lambda _: step).changes
+    assert found.code is not None
+    return Update.of(found.pos, found.code, before, weight)
 
 
-def _train_demo(rank: Rank) -> list[list[Any]]:
-    """By parameter: positions, codes, bits before and after. Runs in a process of its own."""
+def _train_demo(rank: Rank) -> list[Any]:
+    """Of the trainer's line: positions, codes, bits before and after. Runs in a process of its own."""
     from awex_delta.testing.tiny_models import TinySpec, build_trainer
     from awex_delta.trainers.megatron import MegatronTrainer
 
@@ -102,34 +103,25 @@ def _train_demo(rank: Rank) -> list[list[Any]]:
     size = {"hidden": 128, "head_dim": 32, "ffn": 384}
     tiny = build_trainer(TinySpec(lr=DEMO_LR, vocab_size=256, **size))  # type: ignore[arg-type]
     view = MegatronTrainer.attach(tiny.chunks, tiny.optimizer, tiny.hf_config, settings=DeltaSettings())
-    infos = {info.key: info for info in view.weights() if info.sparse}
-    before = {}
+    keys = [info.key for info in view.weights() if info.sparse]
+
+    def line() -> torch.Tensor:
+        return torch.cat([view.tensor(key).detach().reshape(-1) for key in keys]).view(torch.int16)
+
+    before = line()
     for _ in range(DEMO_STEPS):
         view.committed()
-        before = {key: view.tensor(key).detach().reshape(-1).clone() for key in infos}
+        before = line()
         tiny.train_step()
-    return [
-        [
-            changes.index.numpy(),
-            changes.code.numpy(),
-            before[changes.key].view(torch.int16).numpy(),
-            view.tensor(changes.key).detach().reshape(-1).view(torch.int16).numpy(),
-        ]
-        for changes in view.detect().changes
-    ]
+    found = view.detect().changes
+    assert found.code is not None
+    return [found.pos.numpy(), found.code.numpy(), before.numpy(), line().numpy()]
 
 
 def demo() -> Update:
     """The last step of a training like the demo's: a Qwen3 of 0.4 million weights on megatron-core."""
-    (parameters,) = run_ranks(_train_demo, 1)
-    parts: list[list[torch.Tensor]] = [[], [], [], []]
-    start = 0
-    for arrays in parameters:
-        index, code, before, after = (torch.from_numpy(array) for array in arrays)
-        for part, tensor in zip(parts, (index + start, code, before, after), strict=True):
-            part.append(tensor)
-        start += len(after)
-    pos, code, before, after = map(torch.cat, parts)
+    (arrays,) = run_ranks(_train_demo, 1)
+    pos, code, before, after = map(torch.from_numpy, arrays)
     return Update.of(pos, code, before.view(torch.bfloat16), after.view(torch.bfloat16))
 
 
@@ -163,7 +155,7 @@ def decode(frame: torch.Tensor, codec: Codec, update: Update) -> Changes:
     found = unpack_frame(frame, IDENTITY, [codec], begin=0, numel=update.num_elements, read=read)
     if found.changes is None:
         raise RuntimeError(f"{codec.name}: a frame of changes came back as one of all values")
-    return settle(found.changes, lambda pos: gather_from(update.before, pos))
+    return settle(found.changes, lambda pos: update.before[pos])
 
 
 def xor_encode(update: Update) -> bytes:

@@ -61,8 +61,6 @@ def plan_preset(path: Path, overrides: Sequence[str] = ()) -> RunPlan:
 
     Raises:
         ConfigError: a section is missing, or a setting cannot work.
-
-    Collective: no.
     """
     data = read_preset(path, overrides)
     missing = [name for name in _READ if name not in data]

@@ -136,7 +136,7 @@ class BreakableView:
 
 
 def tiny_spec(plan: DemoPlan) -> TinySpec:
-    """The training that a plan describes. A dense model has no experts to spread. Collective: no."""
+    """The training that a plan describes. A dense model has no experts to spread."""
     return TinySpec(
         model=plan.model,
         tp=plan.train.tp,
@@ -158,10 +158,7 @@ def tiny_spec(plan: DemoPlan) -> TinySpec:
 
 
 def megatron_state(trainer: TinyTrainer) -> dict[str, torch.Tensor]:
-    """This rank's live Megatron weights, under their names with global layer and expert numbers.
-
-    Collective: no.
-    """
+    """This rank's live Megatron weights, under their names with global layer and expert numbers."""
     state: dict[str, torch.Tensor] = {}
     for chunk in trainer.chunks:
         model: Any = chunk.module
@@ -179,7 +176,7 @@ def megatron_state(trainer: TinyTrainer) -> dict[str, torch.Tensor]:
 
 
 def settings_of(plan: DemoPlan) -> DeltaSettings:
-    """The settings that all ranks of a run share. Collective: no."""
+    """The settings that all ranks of a run share."""
     return DeltaSettings(
         anchor_interval=plan.anchor_interval,
         allow_any_world_size=plan.padded_schedule,

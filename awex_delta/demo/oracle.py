@@ -80,8 +80,6 @@ def trainer_hf_state(plan: DemoPlan, dumps: Sequence[bytes]) -> dict[str, torch.
 
     Raises:
         ValueError: trainer ranks that should hold equal replicas do not, or a name is not known.
-
-    Collective: no.
     """
     shards: dict[str, dict[int, torch.Tensor]] = {}
     for rank, dump in enumerate(dumps):
@@ -145,8 +143,6 @@ def engine_differences(plan: DemoPlan, truth: State, dumps: Sequence[bytes]) -> 
 
     Returns:
         One entry a differing tensor and copy; empty when all bits are equal.
-
-    Collective: no.
     """
     held = {name: [tensor] for name, tensor in load(dumps[0]).items()}
     if plan.tied:  # a checkpoint lists tied weights once
@@ -182,22 +178,22 @@ def _difference(engine: str, name: str, expected: torch.Tensor, held: torch.Tens
 
 
 def distinct(plan: DemoPlan, state: State) -> State:
-    """A state without the lm_head that is tied to the embedding: every weight once. Collective: no."""
+    """A state without the lm_head that is tied to the embedding: every weight once."""
     return {name: tensor for name, tensor in state.items() if not (plan.tied and name == LM_HEAD)}
 
 
 def count_changed(old: State, new: State) -> int:
-    """Elements of `new` whose bits differ from those in `old`, which has its names. Collective: no."""
+    """Elements of `new` whose bits differ from those in `old`, which has its names."""
     return sum(int((_bits(old[name]) != _bits(tensor)).sum()) for name, tensor in new.items())
 
 
 def count_elements(state: State) -> int:
-    """Elements in a state. Collective: no."""
+    """Elements in a state."""
     return sum(tensor.numel() for tensor in state.values())
 
 
 def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """True when shape, dtype and all bits are equal. Collective: no."""
+    """True when shape, dtype and all bits are equal."""
     return left.shape == right.shape and left.dtype == right.dtype and torch.equal(_bits(left), _bits(right))
 
 

@@ -43,8 +43,6 @@ def new_table(plan: DemoPlan, *, wide: bool) -> Table:
     Args:
         plan: named in the title.
         wide: also with bytes, and the seconds of each phase. Takes 120 characters instead of 80.
-
-    Collective: no.
     """
     title = f"{plan.model}: {plan.topology}"
     table = Table(
@@ -56,7 +54,7 @@ def new_table(plan: DemoPlan, *, wide: bool) -> Table:
 
 
 def add_row(table: Table, record: VersionRecord) -> None:
-    """Add one attempt to update. Bytes a change are those of one copy of the model. Collective: no."""
+    """Add one attempt to update. Bytes a change are those of one copy of the model."""
     cells = {
         "v": str(record.version),
         "sync": "[red]aborted[/red]",
@@ -87,7 +85,7 @@ def _committed_cells(record: VersionRecord) -> dict[str, str]:
 
 
 def as_data(runs: Sequence[FinishedRun]) -> dict[str, Any]:
-    """The report. Its shape is described in docs/en/demo.md. Collective: no."""
+    """The report. Its shape is described in docs/en/demo.md."""
     return {
         "runs": [
             {

@@ -127,8 +127,6 @@ class DemoRun:
         Returns:
             What happened. A difference ends the run early, as does a process that died or did not
             answer, or a fault that did not have the effect that it must have.
-
-        Collective: no.
         """
         try:
             self._start()

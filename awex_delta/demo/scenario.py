@@ -147,8 +147,6 @@ def parse_layout(option: str, text: str, keys: tuple[str, ...]) -> Layout:
 
     Raises:
         ConfigError: the text does not parse; names the option, the part at fault and the remedy.
-
-    Collective: no.
     """
     sizes: dict[str, int] = {}
     remedy = f"write for example {option} {keys[0]}=2, from {', '.join(keys)}, each once and at least 1"
@@ -168,8 +166,6 @@ def check_plan(plan: DemoPlan) -> None:
 
     Raises:
         ConfigError: names the option, its value and the remedy.
-
-    Collective: no.
     """
     _check_range("--steps", plan.steps, 1, _LARGEST["steps"])
     _check_range("--layers", plan.layers, 1, _LARGEST["layers"])
@@ -225,7 +221,7 @@ def _check_divides(option: str, key: str, size: int, name: str, whole: int) -> N
 
 
 def choose_models(text: str) -> tuple[ModelName, ...]:
-    """The models that `--model` names. Raises ConfigError. Collective: no."""
+    """The models that `--model` names. Raises ConfigError."""
     if text == "both":
         return MODELS
     if text not in MODELS:
@@ -234,7 +230,7 @@ def choose_models(text: str) -> tuple[ModelName, ...]:
 
 
 def choose_fault(text: str) -> FaultName:
-    """The fault that `--fault` names. Raises ConfigError. Collective: no."""
+    """The fault that `--fault` names. Raises ConfigError."""
     if text not in FAULTS:
         raise ConfigError(f"--fault {text}: give one of {', '.join(FAULTS)}")
     return text

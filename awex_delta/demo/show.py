@@ -27,8 +27,6 @@ def run_all(plans: list[DemoPlan], folder: Path) -> list[FinishedRun]:
 
     Returns:
         What came of the plans, as far as the first that ended in an error.
-
-    Collective: no.
     """
     console = Console()
     if not console.is_terminal:

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from awex_delta.detection.baseline import OwnedSlices, Watched, detect_or_doubt, failed
+from awex_delta.detection.invert import detect_or_doubt, failed
 from awex_delta.detection.journal import StepJournal
 from awex_delta.detection.pieces import Runs, nonzero
-from awex_delta.detection.slices import Detection, OwnedSlice
+from awex_delta.detection.slices import Detection, OwnedSlice, OwnedSlices, Watched
 from awex_delta.lines.bits import add_codes
 from awex_delta.lines.changes import Changes, joined
 from awex_delta.protocol.verdict import Reason

@@ -88,8 +88,6 @@ class Inversion:
 
         Returns:
             fp32 [9], in the order of the fields.
-
-        Collective: no.
         """
         values = (
             self.root_scale,
@@ -119,11 +117,11 @@ class State:
     weight: torch.Tensor
 
     def part(self, start: int, stop: int) -> State:
-        """The elements from `start` up to `stop`, as views. Collective: no."""
+        """The elements from `start` up to `stop`, as views."""
         return self._map(lambda tensor: tensor[start:stop])
 
     def pick(self, index: torch.Tensor) -> State:
-        """The elements at `index` (int64), copied. Collective: no."""
+        """The elements at `index` (int64), copied."""
         return self._map(lambda tensor: tensor.take(index))
 
     def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> State:
@@ -159,8 +157,6 @@ def invert(step: AdamWStep, *, moment_error: float = 0.0) -> Inversion:
 
     Raises:
         NumericsError: the step cannot be inverted, or not with any useful bound.
-
-    Collective: no.
     """
     _check_domain(step)
     decay = step.lr * step.weight_decay
@@ -223,8 +219,6 @@ def old_weights(
     Returns:
         The old weight, bf16 [n], NaN where it is not certain; and int8 [n], 0 where that equals the weight,
         which is certainly unchanged then, else 1.
-
-    Collective: no.
     """
     root_scale, eps, update_scale, decay_scale, err_weight, err_update, err_floor, min_sq, max_sq = (
         coefficients.unbind()
@@ -252,8 +246,6 @@ def examine(state: State, *, zeros_stay: bool) -> Examination:
     Args:
         state: those elements.
         zeros_stay: of the `Inversion`.
-
-    Collective: no.
     """
     exp_avg, exp_avg_sq = state.exp_avg, state.exp_avg_sq
     still_zero = (state.main.view(torch.int32) & 0x7FFFFFFF | exp_avg.view(torch.int32)) == 0
@@ -276,8 +268,6 @@ def differs_from_master(main: torch.Tensor, weight: torch.Tensor) -> torch.Tenso
 
     Returns:
         bool [n].
-
-    Collective: no.
     """
     same = round_to_bf16(main).view(torch.int16) == weight.view(torch.int16)
     return ~(same | (torch.isnan(main) & torch.isnan(weight)))

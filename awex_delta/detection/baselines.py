@@ -7,12 +7,29 @@ have several, each at its own pace.
 
 from __future__ import annotations
 
+from typing import Protocol
 from weakref import WeakSet
 
 from awex_delta.detection.accumulate import StepFollower
-from awex_delta.detection.baseline import Baseline, OwnedSlices, Watched
 from awex_delta.detection.one_step import OneStepBaseline
+from awex_delta.detection.slices import Detection, OwnedSlices, Watched
 from awex_delta.detection.snapshot import SnapshotBaseline
+
+
+class Baseline(Protocol):
+    """The weights that some engines hold, as far as a trainer rank has to know them. Rank-local."""
+
+    def detect(self) -> Detection:
+        """What changed since the last `committed`, or why that is not known."""
+
+    def committed(self) -> None:
+        """The engines hold the current weights."""
+
+    def weights_replaced(self) -> None:
+        """Masters were changed by something else than a step: full until the next `committed`."""
+
+    def detach(self) -> None:
+        """Remove the hooks on the optimizers that exist for this baseline alone."""
 
 
 class Baselines:

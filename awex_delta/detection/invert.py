@@ -108,7 +108,8 @@ def detect_changes(slices: Iterable[OwnedSlice], plan: Plan, *, compiled: bool |
     Raises:
         UnsupportedError: a weight is not bf16, or a tensor does not have the length of its slice.
     """
-    by_step: dict[AdamWStep | None, list[OwnedSlice]] = {}
+    moved: dict[AdamWStep, list[OwnedSlice]] = {}
+    unmoved: list[OwnedSlice] = []
     refusals: list[_Refusal] = []
     num_owned = 0
     for owned in slices:
@@ -117,9 +118,9 @@ def detect_changes(slices: Iterable[OwnedSlice], plan: Plan, *, compiled: bool |
             num_owned += numel
             planned = plan(owned)
             refusals += _refusals(owned, numel, planned)
-            by_step.setdefault(None if isinstance(planned, Reason) else planned, []).append(owned)
-    unmoved = by_step.pop(None, [])
-    inversions = [_inversion(step, moved[0].key, refusals) for step, moved in by_step.items()]
+            same = moved.setdefault(planned, []) if isinstance(planned, AdamWStep) else unmoved
+            same.append(owned)
+    inversions = [_inversion(step, some[0].key, refusals) for step, some in moved.items()]
     if refusals:
         return _refuse(refusals, num_owned)
 
@@ -127,12 +128,25 @@ def detect_changes(slices: Iterable[OwnedSlice], plan: Plan, *, compiled: bool |
         compiled = num_owned >= _WORTH_COMPILING
     with torch.no_grad():
         doubts = list(_doubts_of_unmoved(unmoved))
-        steps = _steps([one for one in inversions if one is not None], list(by_step.values()))
+        steps = _steps([one for one in inversions if one is not None], list(moved.values()))
         changes = _changes(steps, doubts, compiled=compiled)
         refusals = _true_of(doubts)
     if refusals:
         return _refuse(refusals, num_owned)
     return Detection(changes=changes, num_owned=num_owned)
+
+
+def detect_or_doubt(slices: Sequence[OwnedSlice], plan: Plan) -> Detection:
+    """What changed, where nobody waits for an error: training goes on, and the next update is full."""
+    try:
+        return detect_changes(slices, plan)
+    except (UnsupportedError, RuntimeError, MemoryError) as error:
+        return failed(error)
+
+
+def failed(error: Exception) -> Detection:
+    """What a detection that failed says."""
+    return Detection(reason=Reason.DETECTION_FAILED, detail=f"{type(error).__name__}: {error}")
 
 
 def _refuse(refusals: list[_Refusal], num_owned: int) -> Detection:
@@ -209,8 +223,8 @@ def _changes(steps: Iterable[_Step], doubts: list[_Doubt], *, compiled: bool) ->
     parts: list[tuple[Piece, Changes]] = []
     for step in steps:
         how = _pass(step.coefficients.device.type, compiled=compiled)
-        for piece in pieces(step.slices, how.piece):
-            parts.append((piece, _invert(piece, step, how, scratch, doubts)))
+        cut = pieces(step.slices, how.piece)
+        parts += [(piece, _invert(piece, step, how, scratch, doubts)) for piece in cut]
     changes = in_order(parts)
     # An element that certainly did not change is rare: a zero that stayed one.
     if changes.code is not None and not bool(changes.code.all()):

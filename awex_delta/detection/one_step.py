@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from awex_delta.detection.baseline import OwnedSlices, Watched, detect_or_doubt
-from awex_delta.detection.invert import detect_changes
+from awex_delta.detection.invert import detect_changes, detect_or_doubt
 from awex_delta.detection.journal import StepJournal
-from awex_delta.detection.slices import Detection
+from awex_delta.detection.slices import Detection, OwnedSlices, Watched
 from awex_delta.protocol.verdict import Reason
 
 

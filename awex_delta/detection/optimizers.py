@@ -29,7 +29,7 @@ class HyperParameters:
     eps: float
 
     def at(self, step: int) -> AdamWStep:
-        """These values as the step with bias-correction step `step`: one object, however often it is asked."""
+        """These values as the step with bias-correction step `step`, always the same object."""
         return _step_of(self, step)
 
 
@@ -64,7 +64,7 @@ def hyper_parameters(optimizer: torch.optim.Optimizer, group: Group) -> HyperPar
     Raises:
         UnsupportedError: a known class lacks the attribute that tells.
 
-    Collective: no. A learning rate held in a device tensor is copied to the host.
+    A learning rate held in a device tensor is copied to the host.
     """
     decoupled = _DECOUPLED.get(_class_path(optimizer))
     if decoupled is None or not decoupled(optimizer, group):
@@ -91,7 +91,7 @@ def step_counts(optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor]
     Returns:
         One count a parameter, in order; all 0 for a class that is not known.
 
-    Collective: no. Counters held on a device are copied to the host together.
+    Counters held on a device are copied to the host together.
     """
     if not is_known(optimizer):
         return [0] * len(params)
@@ -108,21 +108,27 @@ def step_counts(optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor]
 def moments(
     optimizer: torch.optim.Optimizer, param: torch.Tensor
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """`exp_avg` and `exp_avg_sq` of one parameter, flat and live; None before the first step."""
+    """`exp_avg` and `exp_avg_sq` of one parameter, live; None before the first step."""
     state = _state(optimizer, param)
-    return _flat(state.get("exp_avg")), _flat(state.get("exp_avg_sq"))
+    return state.get("exp_avg"), state.get("exp_avg_sq")
 
 
-def _flat(value: object) -> torch.Tensor | None:
-    if not isinstance(value, torch.Tensor):
-        return None
-    # A view takes longer than all the rest.
-    return value if value.dim() == 1 and not value.requires_grad else value.detach().view(-1)
+def flat(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    """A range of the elements of a contiguous tensor, live, flat and without gradients.
+
+    It is called for every tensor of every update, so that no operation is spent on what is flat and whole.
+    """
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    if tensor.dim() != 1:
+        tensor = tensor.view(-1)
+    return tensor if start == 0 and tensor.numel() == stop else tensor[start:stop]
 
 
 def _state(optimizer: torch.optim.Optimizer, param: torch.Tensor) -> Mapping[str, Any]:
     # `state` is a defaultdict: indexing it would make the optimizer believe that it has started.
-    return optimizer.state.get(param, _NO_STATE)
+    state: Mapping[str, Any] = optimizer.state.get(param, _NO_STATE)
+    return state
 
 
 def _class_path(optimizer: torch.optim.Optimizer) -> str:

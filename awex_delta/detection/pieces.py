@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -152,7 +153,7 @@ def pieces(slices: Iterable[OwnedSlice], size: int) -> Iterator[Piece]:
 def _ranges_of(owned: OwnedSlice, numel: int, size: int) -> Iterator[Piece]:
     count = -(-numel // size)
     edges = [numel * place // count for place in range(count + 1)]
-    for first, last in zip(edges, edges[1:], strict=False):
+    for first, last in pairwise(edges):
         yield Piece(slices=(owned,), first=first, last=last)
 
 
@@ -164,7 +165,7 @@ def in_order(parts: Sequence[tuple[Piece, Changes]]) -> Changes:
     """
     whole = joined([changes for _, changes in parts])
     begins = [owned.begin + piece.first for piece, _ in parts for owned in piece.slices]
-    if all(a < b for a, b in zip(begins, begins[1:], strict=False)):
+    if all(a < b for a, b in pairwise(begins)):
         return whole
     return take(whole, _ascending(whole.pos))
 

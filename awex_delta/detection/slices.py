@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -65,3 +66,10 @@ class Detection:
     def num_changed(self) -> int:
         """How many elements are listed."""
         return self.changes.num_changed
+
+
+OwnedSlices = Callable[[], Iterable[OwnedSlice]]
+"""The owned slices of a trainer, as they stand now, in the order of the trainer's line."""
+
+Watched = Mapping[torch.optim.Optimizer, Mapping[str, torch.Tensor]]
+"""By inner optimizer: key of the owned slice -> the tensor that it steps (the fp32 master)."""

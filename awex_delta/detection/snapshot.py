@@ -12,9 +12,8 @@ from itertools import zip_longest
 
 import torch
 
-from awex_delta.detection.baseline import OwnedSlices
 from awex_delta.detection.pieces import Piece, Runs, Scratch, in_order, nonzero, pieces
-from awex_delta.detection.slices import Detection, OwnedSlice
+from awex_delta.detection.slices import Detection, OwnedSlice, OwnedSlices
 from awex_delta.errors import UnsupportedError
 from awex_delta.lines.bits import step_code
 from awex_delta.lines.changes import Changes

@@ -65,8 +65,6 @@ class ModelShape:
 
         Raises:
             LayoutError: another model type, or attention with biases.
-
-        Collective: no.
         """
         if config.model_type not in ("qwen3", "qwen3_moe"):
             raise LayoutError(f"FusedEngine stores qwen3 and qwen3_moe models, not {config.model_type!r}")
@@ -127,8 +125,6 @@ class FusedRank:
 
         Raises:
             LayoutError: names the size that does not divide.
-
-        Collective: no.
         """
         if not 0 <= self.tp_rank < self.tp_size:
             raise LayoutError(f"tp_rank {self.tp_rank} is outside a group of tp_size {self.tp_size}")
@@ -169,8 +165,6 @@ class FusedEngine:
 
     Raises:
         LayoutError: the model or the split is not supported.
-
-    Collective: no.
     """
 
     def __init__(
@@ -304,10 +298,7 @@ def _gated(
 
 
 def padded_vocab(vocab_size: int, tp_size: int) -> int:
-    """Rows of the padded vocabulary over all ranks: a multiple of 64 that `tp_size` divides.
-
-    Collective: no.
-    """
+    """Rows of the padded vocabulary over all ranks: a multiple of 64 that `tp_size` divides."""
     multiple = VOCAB_PADDING
     if -(-vocab_size // multiple) * multiple % tp_size:
         multiple *= tp_size

@@ -32,8 +32,6 @@ class TransformersEngine:
     Raises:
         LayoutError: the model is a bare base model (its names would lack a prefix), a weight is
             quantized, or fused experts have a layout that is not known here.
-
-    Collective: no.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -71,8 +69,6 @@ class TransformersEngine:
 
         Returns:
             int64 [batch, length + num_tokens].
-
-        Collective: no.
         """
         tokens = prompt.to(self.model.device)
         cache = None

@@ -66,8 +66,6 @@ def part(
     Raises:
         LayoutError: the dtype is not bf16, fp16 or fp32 (quantized weights), two elements of `view`
             share memory, or the part does not lie inside the whole.
-
-    Collective: no.
     """
     shape = tuple(view.shape if global_shape is None else global_shape)
     offset = (0,) * len(shape) if global_offset is None else tuple(global_offset)
@@ -102,8 +100,6 @@ def require_aliases(parts: Iterable[EngineTensor], live: Iterable[torch.Tensor])
 
     Raises:
         LayoutError: a part has a storage of its own, or two parts have one name.
-
-    Collective: no.
     """
     storages = {tensor.untyped_storage().data_ptr() for tensor in live}
     seen: set[str] = set()

@@ -3,167 +3,178 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from functools import partial
+from typing import TypeVar
 
 import torch
 
 from awex_delta.engines.view import EngineTensor
 from awex_delta.errors import CorruptFrameError, LayoutError
 from awex_delta.folder.folder import Folder, version_name
-from awex_delta.folder.manifest import WHOLE, Manifest, TensorEntry, checksum
-from awex_delta.lines.geometry import Box, select
-from awex_delta.lines.storages import gather_from, read_range, scatter_into
-from awex_delta.plan.describe import WIRE_DTYPES, dtype_name
-from awex_delta.protocol.verdict import Kind
-from awex_delta.wire.codec import Context, RegionChange, settle
+from awex_delta.folder.live import Live, LiveLine, Table
+from awex_delta.folder.manifest import (
+    WHOLE,
+    BodyEntry,
+    LineEntry,
+    Manifest,
+    Stored,
+    TensorEntry,
+    checksum,
+)
+from awex_delta.folder.pack import unpack_boxes
+from awex_delta.lines.boxes import BoxMap
+from awex_delta.lines.changes import Changes
+from awex_delta.plan.describe import WIRE_DTYPES
+from awex_delta.wire.codec import settle
 from awex_delta.wire.registry import CODECS, codec_named
+from awex_delta.wire.spans import Span
 
 _MAX_READ_BYTES = 1 << 26
 """Neighbours in a file are read together up to this size."""
 
+_PIECE = 1 << 21  # elements that are written or read back at a time
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Overlap:
-    """What one stored box means for one live tensor. box: their common part, in the whole HF tensor."""
+Piece = tuple[torch.dtype, torch.Tensor, torch.Tensor]
+"""Some elements: their dtype, ascending positions in the live line of it, int64 [k], and values [k]."""
 
-    entry: TensorEntry
-    part: EngineTensor
-    box: Box
-
-    @property
-    def target(self) -> torch.Tensor:
-        """The common part of the live tensor, a view."""
-        start = tuple(a - o for a, o in zip(self.box.start, self.part.global_offset, strict=True))
-        return self.part.view[Box(start=start, shape=self.box.shape).slices]
-
-    @property
-    def source(self) -> Box:
-        """The common part in the stored box."""
-        start = tuple(a - o for a, o in zip(self.box.start, self.entry.start, strict=True))
-        return Box(start=start, shape=self.box.shape)
+Entry = TypeVar("Entry", bound=Stored)
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Staged:
-    """Values for one overlap, checked and on the CPU. index: None where all values are there."""
+class _Body:
+    """What one body says. pos: in the live line; None if all values of a span are there, from `start` on."""
 
-    overlap: Overlap
+    table: Table
+    live: LiveLine
     value: torch.Tensor
-    index: torch.Tensor | None
+    pos: torch.Tensor | None = None
+    start: int = 0
+
+    def pieces(self) -> Iterator[Piece]:
+        """Everything that the live line holds, some million elements at a time."""
+        for first in range(0, self.value.numel(), _PIECE):
+            value = self.value[first : first + _PIECE]
+            if self.pos is None:
+                start = self.start + first
+                span = torch.arange(start, start + value.numel())
+                pos, pick = _there(self.table, self.live, span)
+                yield self.live.dtype, pos, value[pick]
+            else:
+                yield self.live.dtype, self.pos[first : first + _PIECE], value
 
 
-def find_overlaps(manifest: Manifest, parts: Sequence[EngineTensor]) -> list[Overlap]:
-    """Which stored boxes the live tensors need.
+@dataclass(slots=True, kw_only=True)
+class Staged:
+    """What a version says of some live tensors: checked, on the CPU, every value known.
 
-    Args:
-        manifest: of the version.
-        parts: one rank's live tensors, or its parts of them.
-
-    Raises:
-        LayoutError: a tensor has another name, shape or dtype on the two sides, or a full version leaves
-            a part of a live tensor out.
+    wholes: live tensors, and their new values in the same shape.
+    bodies: of a delta.
     """
-    boxes: dict[str, list[TensorEntry]] = defaultdict(list)
-    for entry in manifest.tensors:
-        boxes[entry.name].append(entry)
-    live = [part for part in parts if part.tied_to is None]
-    if manifest.kind is Kind.FULL:
-        _check_names(manifest, live)
-    found: list[Overlap] = []
-    for part in live:
-        entries = boxes.get(part.name) or boxes.get(manifest.tied.get(part.name, ""), [])
-        for entry in entries:
-            _check_layout(entry, part)
-        overlaps = [o for entry in entries if (o := _overlap(entry, part)) is not None]
-        if manifest.kind is Kind.FULL and sum(o.box.numel for o in overlaps) != part.view.numel():
-            raise LayoutError(f"{part.name}: {manifest.label} holds only a part of what the engine serves")
-        found += overlaps
-    return found
 
+    wholes: list[tuple[EngineTensor, torch.Tensor]] = field(default_factory=list)
+    bodies: list[_Body] = field(default_factory=list)
 
-def _check_names(manifest: Manifest, live: Sequence[EngineTensor]) -> None:
-    names = {entry.name for entry in manifest.tensors}
-    served = {part.name for part in live}
-    absent = sorted(name for name in served - names if manifest.tied.get(name) not in names)
-    if absent:
-        raise LayoutError(f"{manifest.label} does not hold {absent[:6]}, which the engine serves")
-
-
-def _check_layout(entry: TensorEntry, part: EngineTensor) -> None:
-    if entry.shape != part.global_shape or entry.dtype != dtype_name(part.view.dtype):
-        raise LayoutError(
-            f"{part.name}: the folder holds {entry.dtype} {list(entry.shape)}, the engine serves "
-            f"{dtype_name(part.view.dtype)} {list(part.global_shape)}"
-        )
-
-
-def _overlap(entry: TensorEntry, part: EngineTensor) -> Overlap | None:
-    start = tuple(map(max, entry.start, part.global_offset))
-    ends = [
-        min(a + n, o + m)
-        for a, n, o, m in zip(entry.start, entry.extent, part.global_offset, part.view.shape, strict=True)
-    ]
-    shape = tuple(end - begin for begin, end in zip(start, ends, strict=True))
-    if any(size <= 0 for size in shape):
-        return None
-    return Overlap(entry=entry, part=part, box=Box(start=start, shape=shape))
+    def pieces(self) -> Iterator[Piece]:
+        """The elements of a delta."""
+        return (piece for body in self.bodies for piece in body.pieces())
 
 
 def stage(
     folder: Folder,
     manifest: Manifest,
-    parts: Sequence[EngineTensor],
+    live: Live,
     *,
     workers: int,
     skip: Collection[str] = (),
     on_read: Callable[[int], None] = lambda num_bytes: None,
-) -> list[Staged]:
-    """Fetch, check and unpack what `parts` need of a version. Nothing is written.
+) -> Staged:
+    """Fetch, check and unpack what live tensors need of a version. Nothing is written.
 
     Args:
         folder: where it is.
         manifest: of the version.
-        parts: live tensors that hold exactly its base, where it is a delta.
+        live: tensors that hold exactly its base, if it is a delta.
         workers: reads at once.
-        skip: names of parts that hold what a full version would write.
+        skip: names of tensors that hold what a full version would write.
         on_read: called with the bytes of every finished read, by the calling thread.
 
     Returns:
-        Values for every overlap: of a full version as much memory as `parts` have.
+        Every value: of a full version as much memory as the tensors have.
 
     Raises:
-        LayoutError: the version does not fit the tensors.
+        LayoutError: it takes all weights to read it, and there is a part of them.
         ConfigError: this machine lacks what the encoding needs.
         CorruptFrameError: bytes are damaged.
         OSError: a file is gone, or cannot be read.
     """
-    wanted: dict[TensorEntry, list[Overlap]] = defaultdict(list)
-    for overlap in find_overlaps(manifest, parts):
-        if overlap.part.name not in skip:
-            wanted[overlap.entry].append(overlap)
-
-    def read(run: Sequence[TensorEntry]) -> tuple[int, list[Staged]]:
-        staged = [
-            _unpack(entry, body, overlap)
-            for entry, body in _read_run(folder, manifest, run)
-            for overlap in wanted[entry]
-        ]
-        return sum(entry.size for entry in run), staged
-
-    found: list[Staged] = []
     with ThreadPoolExecutor(max_workers=workers) as pool:
-        for num_bytes, staged in pool.map(read, runs(list(wanted))):
-            found += staged
-            on_read(num_bytes)
-    return found
+
+        def each(entries: Sequence[Entry], use: Callable[[Entry, torch.Tensor], Value]) -> Iterator[Value]:
+            def read(run: Sequence[Entry]) -> tuple[int, list[Value]]:
+                found = [use(entry, body) for entry, body in _read_run(folder, manifest, run)]
+                return sum(entry.size for entry in run), found
+
+            for num_bytes, values in pool.map(read, runs(entries)):
+                on_read(num_bytes)
+                yield from values
+
+        wanted = _wanted_tensors(live, skip)
+        tensors = [entry for entry in manifest.tensors if entry.name in wanted]
+        wholes = [pair for pairs in each(tensors, partial(_parts_of, wanted)) for pair in pairs]
+        lines = {line.boxes: line for line in manifest.lines if WIRE_DTYPES[line.dtype] in live.lines}
+        unknown = [boxes for boxes in lines if boxes.xxh3 not in live.tables]
+        live.tables |= each(unknown, lambda boxes, blob: (boxes.xxh3, _table(lines[boxes], blob, live)))
+        owners = {body: line for line in lines.values() for body in _touching(line, live)}
+        bodies = each(list(owners), lambda body, blob: _unpacked(owners[body], body, blob, live))
+        return Staged(wholes=wholes, bodies=list(bodies))
 
 
-def runs(entries: Sequence[TensorEntry]) -> list[list[TensorEntry]]:
+def _wanted_tensors(live: Live, skip: Collection[str]) -> dict[str, list[EngineTensor]]:
+    """The live tensors by the name that a full version has for them."""
+    wanted: dict[str, list[EngineTensor]] = defaultdict(list)
+    for part in live.parts:
+        if part.name not in skip and part.view.numel():
+            wanted[live.stored_names[part.name]].append(part)
+    return wanted
+
+
+def _parts_of(
+    wanted: Mapping[str, Sequence[EngineTensor]], entry: TensorEntry, body: torch.Tensor
+) -> list[tuple[EngineTensor, torch.Tensor]]:
+    """What a stored tensor is for each live one."""
+    whole = body.view(WIRE_DTYPES[entry.dtype]).view(entry.shape)
+
+    def cut(part: EngineTensor) -> torch.Tensor:
+        begins = zip(part.global_offset, part.view.shape, strict=True)
+        return whole[tuple(slice(a, a + n) for a, n in begins)]
+
+    return [(part, cut(part)) for part in wanted[entry.name]]
+
+
+def _table(line: LineEntry, blob: torch.Tensor, live: Live) -> Table:
+    boxes = unpack_boxes(blob.numpy().tobytes(), line.numel, live.space.line.numel)
+    return Table(boxes, BoxMap(boxes))
+
+
+def _touching(line: LineEntry, live: Live) -> list[BodyEntry]:
+    """The bodies of a line that may hold something of the live tensors."""
+    boxes = live.tables[line.boxes.xxh3].boxes
+    last = boxes.target + (boxes.rows - 1) * boxes.target_pitch + boxes.width
+    touched = boxes.take(live.lines[WIRE_DTYPES[line.dtype]].touches(boxes.target, last).nonzero().view(-1))
+    begun = torch.searchsorted(touched.source, torch.tensor([body.end for body in line.bodies]))
+    over = torch.searchsorted(
+        touched.source + touched.numels, torch.tensor([body.begin for body in line.bodies]), right=True
+    )
+    return [body for body, keep in zip(line.bodies, (begun > over).tolist(), strict=True) if keep]
+
+
+def runs(entries: Sequence[Entry]) -> list[list[Entry]]:
     """Entries that lie beside each other in a file, to be read at once."""
-    found: list[list[TensorEntry]] = []
+    found: list[list[Entry]] = []
     for entry in sorted(entries, key=lambda one: (one.file, one.offset)):
         last = found[-1] if found else []
         if (
@@ -179,8 +190,8 @@ def runs(entries: Sequence[TensorEntry]) -> list[list[TensorEntry]]:
 
 
 def _read_run(
-    folder: Folder, manifest: Manifest, run: Sequence[TensorEntry]
-) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
+    folder: Folder, manifest: Manifest, run: Sequence[Entry]
+) -> Iterator[tuple[Entry, torch.Tensor]]:
     """The checked bytes of neighbours, uint8 [n] each, beginning at the start of a storage."""
     start, stop = run[0].offset, run[-1].offset + run[-1].size
     name = f"{version_name(manifest.version)}/{run[0].file}"
@@ -188,69 +199,84 @@ def _read_run(
     for entry in run:
         body = blob[entry.offset - start : entry.offset - start + entry.size]
         if len(body) != entry.size or checksum([body]) != entry.xxh3:
-            raise CorruptFrameError(f"{entry.name} of {manifest.label} is damaged: {name} at {entry.offset}")
+            raise CorruptFrameError(f"{entry.key} of {manifest.label} is damaged: {name} at {entry.offset}")
         # A copy of its own: it begins where any dtype may begin, and does not keep its neighbours.
         copied = bytearray(body) or bytearray(1)
         yield entry, torch.frombuffer(copied, dtype=torch.uint8)[: entry.size]
 
 
-def _unpack(entry: TensorEntry, body: torch.Tensor, overlap: Overlap) -> Staged:
-    dtype = WIRE_DTYPES[entry.dtype]
+def _unpacked(line: LineEntry, entry: BodyEntry, body: torch.Tensor, live: Live) -> _Body:
+    """What a body says of the live tensors."""
+    dtype, table = WIRE_DTYPES[line.dtype], live.tables[line.boxes.xxh3]
+    here = live.lines[dtype]
     if entry.encoding == WHOLE:
-        value = body.view(dtype).view(entry.extent)[overlap.source.slices]
-        return Staged(overlap=overlap, value=value, index=None)
+        return _Body(table=table, live=here, value=body.view(dtype), start=entry.begin)
     if entry.encoding not in CODECS:
-        raise CorruptFrameError(f"{entry.name} is packed as {entry.encoding!r}, which is not known here")
+        raise CorruptFrameError(f"{entry.key} is packed as {entry.encoding!r}, which is not known here")
     codec = codec_named(entry.encoding)
-    contexts = [_context(entry, overlap)] if codec.needs_context else []
-    (change,) = codec.decode(body, [entry.count], [entry.numel], dtype, contexts)
-    change = _cut(change, entry, overlap.source)
-    index = change.index if change.index is not None else torch.arange(change.numel)
-    if change.code is not None and index.numel():
-        target = overlap.target
-        old = gather_from(target, index.to(target.device)).cpu()
-        change = settle(change, old)
-    return Staged(overlap=overlap, value=change.value, index=index)
+    read = partial(_read_back, table, here, entry) if codec.needs_context else None
+    changes = codec.decode(body, entry.count, Span(entry.begin, entry.end), dtype, read=read)
+    pos, pick = _there(table, here, changes.pos)
+    value = torch.empty(0, dtype=dtype) if changes.value is None else changes.value[pick]
+    code = None if changes.code is None else changes.code[pick]
+    changes = settle(Changes(pos=pos, code=code, value=value), partial(_gathered, here))
+    return _Body(table=table, live=here, value=value, pos=changes.pos)
 
 
-def _context(entry: TensorEntry, overlap: Overlap) -> Context:
-    """What the live weights say of a stored box, of which they hold all."""
-    if overlap.source.shape != entry.extent:
+def _there(table: Table, live: LiveLine, pos: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """From positions in a writer's line to those in the live line, and which of them they are."""
+    canonical, pick = table.map.map(pos)
+    there, inner = live.map.map(canonical)
+    return there, pick[inner]
+
+
+def _gathered(live: LiveLine, pos: torch.Tensor) -> torch.Tensor:
+    return live.storages.gather(pos.to(live.storages.device), live.dtype).to(pos.device)
+
+
+def _read_back(table: Table, live: LiveLine, entry: BodyEntry, start: int, stop: int) -> torch.Tensor:
+    """The live values of some elements of a writer's line, all of which must be here."""
+    there, pick = _there(table, live, torch.arange(start, stop))
+    held = torch.zeros(stop - start, dtype=torch.bool)
+    held[pick] = True
+    if not bool(held.all()):
         raise LayoutError(
-            f"{entry.name} is packed as {entry.encoding!r}, which takes all of its weights to read, and this "
+            f"{entry.key} is packed as {entry.encoding!r}, which takes all of its weights to read, and this "
             "rank holds a part of them: set weight_update_delta_encoding: ulp_zstd on the trainer"
         )
-    return Context(owned=entry.owned, read=partial(read_range, overlap.target))
+    values = torch.empty(stop - start, dtype=live.dtype)
+    values[pick] = _gathered(live, there)
+    return values
 
 
-def _cut(change: RegionChange, entry: TensorEntry, box: Box) -> RegionChange:
-    """The part of a change that lies in a box of its region."""
-    if change.index is None or box.shape == entry.extent:
-        return change
-    cut = select(change.index, entry.extent, box)
-    code = None if change.code is None else change.code[cut.pick]
-    return replace(change, numel=box.numel, index=cut.inner, value=change.value[cut.pick], code=code)
-
-
-def write(staged: Sequence[Staged]) -> int:
+def write(live: Live, staged: Staged) -> int:
     """Write what was staged into the live tensors, in place. Returns the elements written."""
+    for part, value in staged.wholes:
+        part.view.copy_(value)
+    return sum(value.numel() for _, value in staged.wholes) + write_pieces(live, staged.pieces())
+
+
+def write_pieces(live: Live, pieces: Iterable[Piece]) -> int:
+    """Write some elements of live tensors, in place. Returns how many."""
     written = 0
-    for one in staged:
-        target = one.overlap.target
-        value = one.value.to(target.device)
-        if one.index is None:
-            target.copy_(value)
-        else:
-            scatter_into(target, one.index.to(target.device), value)
+    for dtype, pos, value in pieces:
+        storages = live.lines[dtype].storages
+        storages.scatter(pos.to(storages.device), value.to(storages.device))
         written += value.numel()
     return written
 
 
-def whole_parts(tensors: Mapping[str, torch.Tensor]) -> list[EngineTensor]:
-    """Plain whole tensors as what a version is written into."""
-    return [
-        EngineTensor(
-            name=name, view=tensor, global_shape=tuple(tensor.shape), global_offset=(0,) * tensor.dim()
-        )
-        for name, tensor in tensors.items()
-    ]
+def within(pieces: Iterable[Piece], live: Live, begins: Mapping[torch.dtype, int]) -> Iterator[Piece]:
+    """What pieces say of tensors that are some of many.
+
+    Args:
+        pieces: with positions in the lines of the many.
+        live: the tensors.
+        begins: by dtype, how many elements lie before them; 0 if it is not named.
+    """
+    for dtype, pos, value in pieces:
+        if dtype in live.lines:
+            begin = begins.get(dtype, 0)
+            edges = torch.tensor([begin, begin + live.lines[dtype].line.numel])
+            first, last = torch.searchsorted(pos, edges).tolist()
+            yield dtype, pos[first:last] - begin, value[first:last]

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from awex_delta.errors import WireError
 from awex_delta.folder.folder import INDEX, Folder, version_name
-from awex_delta.folder.manifest import Manifest, parse_manifest
+from awex_delta.folder.manifest import ForeignFormatError, Manifest, parse_manifest
 from awex_delta.protocol.verdict import Kind
 
 
@@ -55,8 +55,9 @@ class Catalogue:
         """The manifest, why it cannot be read, or None where the version does not exist."""
         if version not in self._read:
             try:
-                text = self._folder.read(f"{version_name(version)}/{INDEX}")
-                self._read[version] = parse_manifest(text, version)
+                name = version_name(version)
+                text = self._folder.read(f"{name}/{INDEX}")
+                self._read[version] = parse_manifest(text, version, f"{self._folder.url}/{name}")
             except FileNotFoundError:
                 return None
             except WireError as error:
@@ -133,6 +134,23 @@ def _base(get: Callable[[int], Manifest | str | None], delta: Manifest) -> Manif
     if base.version >= delta.version or base.run_id != delta.run_id or base.id != delta.base_id:
         return f"{delta.label} builds on another version {delta.base_version} than the one that is there"
     return base
+
+
+def foreign_version(folder: Folder) -> str:
+    """Why nothing may be written to a folder: another release has written there; empty if none has.
+
+    Raises:
+        OSError: the folder cannot be read.
+    """
+    for version in folder.versions():
+        name = version_name(version)
+        try:
+            parse_manifest(folder.read(f"{name}/{INDEX}"), version, f"{folder.url}/{name}")
+        except ForeignFormatError as error:
+            return str(error)
+        except (FileNotFoundError, WireError):
+            continue
+    return ""
 
 
 def expired(

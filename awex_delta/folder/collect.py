@@ -8,7 +8,7 @@ import torch
 
 from awex_delta.conversion.routes import Route
 from awex_delta.folder.layout import Piece, WholeTensor
-from awex_delta.folder.pack import Item, whole_item
+from awex_delta.folder.local import Tensors
 from awex_delta.protocol.comm import Comm
 from awex_delta.trainers.view import TrainerView
 from awex_delta.wire.codec import as_bytes
@@ -24,8 +24,6 @@ def take_weights(
 
     Raises:
         UnsupportedError: a parameter converts to something else than at connect.
-
-    Collective: no.
     """
     pieces = {whole.name: [p for p in whole.pieces if p.rank == rank] for whole in wholes}
     taken: Taken = {}
@@ -36,12 +34,12 @@ def take_weights(
         route.check(converted)
         for name, tensor in converted:
             for piece in pieces.get(name, ()):
-                cut = tensor.detach()[piece.source.slices]
+                cut = tensor.detach()[piece.source]
                 taken[name, piece] = cut.to("cpu", copy=True).contiguous()
     return taken
 
 
-def bring_together(comm: Comm, taken: Taken, wholes: Sequence[WholeTensor], rank: int) -> list[Item]:
+def bring_together(comm: Comm, taken: Taken, wholes: Sequence[WholeTensor], rank: int) -> Tensors:
     """Give away the pieces of tensors that others write, and complete those that this rank writes.
 
     Raises:
@@ -49,7 +47,7 @@ def bring_together(comm: Comm, taken: Taken, wholes: Sequence[WholeTensor], rank
 
     Collective: yes, over the trainer ranks; those that share no tensor exchange nothing.
     """
-    items: list[Item] = []
+    found: Tensors = {}
     for whole in wholes:  # in one order on all ranks, so that nobody waits for somebody who waits
         empty = whole.writer == rank and not whole.pieces
         value = torch.empty(whole.shape, dtype=whole.dtype) if empty else None
@@ -60,14 +58,14 @@ def bring_together(comm: Comm, taken: Taken, wholes: Sequence[WholeTensor], rank
                     comm.send(as_bytes(mine), whole.writer, phase=f"gather {whole.name}")
                 continue
             if mine is None:
-                num_bytes = piece.target.numel * whole.dtype.itemsize
+                num_bytes = piece.numel * whole.dtype.itemsize
                 received = comm.receive(num_bytes, piece.rank, phase=f"gather {whole.name}")
-                mine = received.view(whole.dtype).view(piece.target.shape)
-            if piece.target.shape == whole.shape:
+                mine = received.view(whole.dtype).view(piece.shape)
+            if piece.shape == whole.shape:
                 value = mine
             else:
                 value = torch.empty(whole.shape, dtype=whole.dtype) if value is None else value
-                value[piece.target.slices] = mine
+                value[piece.target] = mine
         if value is not None:
-            items.append(whole_item(whole, value))
-    return items
+            found[whole.name] = value
+    return found

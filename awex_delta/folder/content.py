@@ -1,8 +1,8 @@
 """Does an engine hold what the trainers had? Digests by tensor, stored with a version, taken again after it.
 
 The digest of a tensor is that of `awex_delta.wire.digest` under its HF name, its positions those in the whole
-tensor: of a full version over all elements, of a delta over those that it writes, or over all where the
-settings say so. It adds up over the parts that ranks own or serve, so nobody needs a whole tensor.
+tensor: of a full version over all elements, of a delta over those that it writes, or over all if the settings
+say so. It adds up over the parts that ranks own or serve, so nobody needs a whole tensor.
 """
 
 from __future__ import annotations
@@ -16,20 +16,16 @@ import torch
 from pydantic import TypeAdapter
 
 from awex_delta.engines.view import EngineTensor
-from awex_delta.folder.apply import Staged
-from awex_delta.folder.manifest import Manifest
-from awex_delta.folder.pack import Item
-from awex_delta.lines.geometry import Box, row_range
-from awex_delta.lines.storages import gather_from
-from awex_delta.plan.pairs import Region
+from awex_delta.folder.apply import Piece
+from awex_delta.folder.live import Live
+from awex_delta.folder.manifest import HfSpace, Manifest
+from awex_delta.lines.boxes import BoxMap
+from awex_delta.observe.compare.engine_digests import digest_of_part
 from awex_delta.protocol.verify import Scope
-from awex_delta.wire.codec import RegionChange
-from awex_delta.wire.digest import MODULUS, as_unsigned, digest, salt_of, sum_at
+from awex_delta.wire.digest import MODULUS, digest, salt_of, signed, sums_by_group
 
 Digests = dict[str, int]
 """By HF name, whole numbers below 2^64."""
-
-_PIECE = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,43 +42,44 @@ class PartSum:
 _PART_SUMS: TypeAdapter[list[PartSum]] = TypeAdapter(list[PartSum])
 
 
-def flat_positions(index: torch.Tensor | None, box: Box, shape: tuple[int, ...]) -> torch.Tensor:
-    """Positions in a box as positions in its tensor: the way back from `plan.geometry.select`.
+class Sums:
+    """Digests of HF tensors, of elements at positions of the folder's line.
 
-    Args:
-        index: int64 [n], flat positions in the box; None for all of them.
-        box: a part of a tensor.
-        shape: of that tensor.
+    Attributes:
+        touched: by number of the tensor, whether an element of it was added.
     """
-    rest = torch.arange(box.numel) if index is None else index
-    bounds = row_range(box, shape)
-    if bounds is not None:
-        return rest + bounds[0]
-    position, stride = torch.zeros_like(rest), 1
-    for size, start, extent in zip(reversed(shape), reversed(box.start), reversed(box.shape), strict=True):
-        position += (rest % extent + start) * stride
-        rest = torch.div(rest, extent, rounding_mode="floor")
-        stride *= size
-    return position
+
+    def __init__(self, space: HfSpace) -> None:
+        """Begin with no element."""
+        self._names = space.names
+        self._starts = space.line.starts
+        self._salts = torch.tensor([signed(salt_of(name)) for name in space.names], dtype=torch.int64)
+        self._totals = torch.zeros_like(self._salts)
+        self._counts = torch.zeros_like(self._salts)
+
+    def add(self, table: BoxMap, found: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Add elements of one writer's line.
+
+        Args:
+            table: from its line to the folder's.
+            found: ascending positions in its line, int64 [k], and values [k], some at a time.
+        """
+        for pos, value in found:
+            canonical, pick = table.map(pos.cpu())
+            self._counts += torch.searchsorted(canonical, self._starts).diff()
+            tensor = torch.searchsorted(self._starts, canonical, right=True) - 1
+            inside = canonical - self._starts[tensor]
+            self._totals += sums_by_group(inside, value.cpu()[pick], self._salts, tensor)
+
+    def digests(self) -> Digests:
+        """By name, of tensors of which an element was added."""
+        rows = zip(self._names, self._totals.tolist(), self._counts.tolist(), strict=True)
+        return {name: total % MODULUS for name, total, count in rows if count}
 
 
-def of_items(items: Iterable[Item]) -> Digests:
-    """Of whole tensors that one rank writes. Collective: no."""
-    return {item.entry.name: digest(item.stored, item.entry.name) for item in items}
-
-
-def of_changes(
-    found: Iterable[tuple[Region, RegionChange]], shapes: Mapping[str, tuple[int, ...]]
-) -> Digests:
-    """Of the elements in region changes, by tensor. Collective: no."""
-    sums: Digests = defaultdict(int)
-    for region, change in found:
-        value = change.value.to(region.dtype)
-        if value.numel():
-            index = None if change.index is None else change.index
-            position = flat_positions(index, region.target, shapes[region.name]).to(value.device)
-            sums[region.name] += as_unsigned(sum_at(position, value, salt_of(region.name)))
-    return {name: total % MODULUS for name, total in sums.items()}
+def of_tensors(tensors: Mapping[str, torch.Tensor]) -> Digests:
+    """Of whole tensors that one rank writes."""
+    return {name: digest(tensor, name) for name, tensor in tensors.items()}
 
 
 def to_text(digests: Digests) -> dict[str, str]:
@@ -99,30 +96,46 @@ def added(texts: Iterable[Mapping[str, str]]) -> dict[str, str]:
     return to_text({name: value % MODULUS for name, value in sorted(sums.items())})
 
 
-def sums_of(manifest: Manifest, parts: Sequence[EngineTensor], staged: Sequence[Staged]) -> list[PartSum]:
+def sums_of(manifest: Manifest, live: Live, pieces: Iterable[Piece]) -> list[PartSum]:
     """One rank's live tensors after a version was written, read back from where they are served.
 
     Args:
-        manifest: of the version; where it has no digests nothing is read.
-        parts: all live tensors of the rank.
-        staged: what was written; only the positions are used.
-
-    Collective: no.
+        manifest: of the version; if it has no digests nothing is read.
+        live: the tensors.
+        pieces: of a delta what was written; only the positions are used.
     """
     if not manifest.digest:
         return []
     if manifest.scope == Scope.FULL.value:
-        live = [part for part in parts if part.tied_to is None]
-        return [_part_sum(part, _whole_sum(part, _stored_name(manifest, part))) for part in live]
-    sums: dict[str, int] = {
-        part.name: 0
-        for part in parts
-        if part.tied_to is None and _stored_name(manifest, part) in manifest.digest
+        return [_part_sum(part, digest_of_part(part, live.stored_names[part.name])) for part in live.parts]
+    totals = {
+        dtype: torch.zeros(len(line.parts), dtype=torch.int64, device=line.storages.device)
+        for dtype, line in live.lines.items()
     }
-    by_name = {part.name: part for part in parts}
-    for one in staged:
-        sums[one.overlap.part.name] += _staged_sum(one)
-    return [_part_sum(by_name[name], value % MODULUS) for name, value in sums.items()]
+    salts = {
+        dtype: torch.tensor([signed(salt_of(live.stored_names[part.name])) for part in line.parts])
+        for dtype, line in live.lines.items()
+    }
+    for dtype, pos, _ in pieces:
+        totals[dtype] += _live_sums(live, dtype, pos, salts[dtype])
+    return [
+        _part_sum(part, total % MODULUS)
+        for dtype, line in live.lines.items()
+        for part, total in zip(line.parts, totals[dtype].tolist(), strict=True)
+        if live.stored_names[part.name] in manifest.digest
+    ]
+
+
+def _live_sums(live: Live, dtype: torch.dtype, pos: torch.Tensor, salts: torch.Tensor) -> torch.Tensor:
+    """Digests by part of what is live at some positions."""
+    line = live.lines[dtype]
+    device = line.storages.device
+    pos = pos.to(device)
+    value = line.storages.gather(pos, dtype)
+    canonical, pick = line.back.map(pos)
+    part = (torch.searchsorted(line.line.starts.to(device), pos, right=True) - 1)[pick]
+    begin = live.space.line.starts[line.tensors].to(device)
+    return sums_by_group(canonical - begin[part], value[pick], salts.to(device), part)
 
 
 def differing(manifest: Manifest, ranks: Sequence[Sequence[PartSum]]) -> list[str]:
@@ -141,7 +154,7 @@ def matching(manifest: Manifest, ranks: Sequence[Sequence[PartSum]]) -> set[str]
 
 
 def _compare(manifest: Manifest, ranks: Sequence[Sequence[PartSum]]) -> Iterator[tuple[str, bool | None]]:
-    """Each tensor, and whether its digest is the trainers'; None where that cannot be told."""
+    """Each tensor, and whether its digest is the trainers'; None if that cannot be told."""
     parts: dict[str, dict[tuple[int, ...], PartSum]] = defaultdict(dict)
     contradicted: set[str] = set()
     for one in (one for rank in ranks for one in rank):
@@ -170,44 +183,6 @@ def load_sums(value: Any) -> list[PartSum]:
     return _PART_SUMS.validate_python(value)
 
 
-def _stored_name(manifest: Manifest, part: EngineTensor) -> str:
-    return part.name if part.name in manifest.digest else manifest.tied.get(part.name, part.name)
-
-
 def _part_sum(part: EngineTensor, total: int) -> PartSum:
     whole = torch.Size(part.global_shape).numel()
     return PartSum(name=part.name, offset=part.global_offset, numel=part.view.numel(), whole=whole, sum=total)
-
-
-def _staged_sum(one: Staged) -> int:
-    """What is live at the positions that were written."""
-    target, entry = one.overlap.target, one.overlap.entry
-    if one.index is None:
-        return _box_sum(target, one.overlap.box, entry.shape, salt_of(entry.name))
-    position = flat_positions(one.index, one.overlap.box, entry.shape).to(target.device)
-    live = gather_from(target, one.index.to(target.device))
-    return as_unsigned(sum_at(position, live, salt_of(entry.name)))
-
-
-def _whole_sum(part: EngineTensor, stored_name: str) -> int:
-    if part.view.shape == part.global_shape:
-        return digest(part.view, stored_name)
-    box = Box(start=part.global_offset, shape=tuple(part.view.shape))
-    return _box_sum(part.view, box, part.global_shape, salt_of(stored_name))
-
-
-def _box_sum(view: torch.Tensor, box: Box, shape: tuple[int, ...], salt: int) -> int:
-    """All elements of a box, a bounded number at a time."""
-    total = 0
-    for piece, live in _pieces(view, box):
-        position = flat_positions(None, piece, shape).to(live.device)
-        total += as_unsigned(sum_at(position, live.reshape(-1), salt))
-    return total % MODULUS
-
-
-def _pieces(view: torch.Tensor, box: Box) -> Iterator[tuple[Box, torch.Tensor]]:
-    rows = max(1, _PIECE * box.shape[0] // max(box.numel, 1))
-    for first in range(0, box.shape[0], rows):
-        count = min(rows, box.shape[0] - first)
-        piece = Box(start=(box.start[0] + first, *box.start[1:]), shape=(count, *box.shape[1:]))
-        yield piece, view[first : first + count]

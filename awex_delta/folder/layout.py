@@ -1,8 +1,8 @@
 """The folder's side of the plan: one imaginary engine rank that holds every HF tensor whole.
 
-With it, AWEX's planner says what each trainer rank holds of which tensor, tensor parallelism, expert
-parallelism and vocabulary padding included, and the plan widened to the owners says what each stores of
-a delta.
+Its line is the canonical one of a folder: all HF tensors in the order of their names. With it, AWEX's
+planner says what each trainer rank holds of which tensor, tensor parallelism, expert parallelism and
+vocabulary padding included, and each trainer rank has lines of its own that lead there.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ from dataclasses import dataclass
 import torch
 
 from awex_delta.errors import ConnectError
-from awex_delta.lines.geometry import Box
-from awex_delta.plan.checks import TIED_HEAD
-from awex_delta.plan.describe import WIRE_DTYPES, EngineSpec, TensorSpec, World
-from awex_delta.plan.pairs import Plan, training_shapes
+from awex_delta.folder.manifest import HfSpace
+from awex_delta.plan.checks import TIED_HEAD, VOCAB_TENSORS
+from awex_delta.plan.describe import WIRE_DTYPES, EngineColumns, EngineSpec
+from awex_delta.plan.rank import Plan, plan_rank
+from awex_delta.plan.shards import TrainingSide
+from awex_delta.plan.world import World
 
 FOLDER_SEAT = 0
 """The folder's seat in the plan; trainer rank r sits at r + 1."""
@@ -26,51 +28,28 @@ FOLDER_SEAT = 0
 EMBEDDING = "model.embed_tokens.weight"
 
 
-def with_folder(world: World) -> World:
-    """Add the imaginary engine to a world of trainers.
-
-    Raises:
-        ConnectError: two trainers disagree about a tensor's dtype, or it cannot be stored.
-
-    Collective: no; every rank concludes the same.
-    """
-    tied = world.trainers[0].tied_embeddings
-    dtypes: dict[str, str] = {}
-    for trainer in world.trainers:
-        for output in (output for param in trainer.params for output in param.outputs):
-            if (
-                dtypes.setdefault(output.name, output.dtype) != output.dtype
-                or output.dtype not in WIRE_DTYPES
-            ):
-                raise ConnectError(f"{output.name}: {output.dtype} cannot be stored, or not on every rank")
-    tensors = [
-        TensorSpec(
-            name=name,
-            dtype=dtypes[name],
-            shape=shape,
-            global_shape=shape,
-            global_offset=(0,) * len(shape),
-            tied_to=None,
-        )
-        for name, shape in sorted(training_shapes(world.trainers).items())
-        if not (tied and name == TIED_HEAD)
-    ]
-    folder = EngineSpec(rank=0, engine="folder", agreed=world.trainers[0].agreed, tensors=tuple(tensors))
-    return World(engines=(folder,), trainers=world.trainers)
-
-
-def tied_names(world: World) -> dict[str, str]:
-    """HF names that are not stored, and under which name their values are."""
-    return {TIED_HEAD: EMBEDDING} if world.trainers[0].tied_embeddings else {}
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """What one trainer rank holds of a tensor: the box `source` of its part is the box `target` of it."""
+    """What one trainer rank holds of a tensor: the begin of its part, which lies at `start` of the whole."""
 
     rank: int
-    source: Box
-    target: Box
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements in it."""
+        return math.prod(self.shape)
+
+    @property
+    def source(self) -> tuple[slice, ...]:
+        """The piece in the rank's part of the tensor."""
+        return tuple(map(slice, self.shape))
+
+    @property
+    def target(self) -> tuple[slice, ...]:
+        """The piece in the whole tensor."""
+        return tuple(slice(a, a + n) for a, n in zip(self.start, self.shape, strict=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,52 +68,124 @@ class WholeTensor:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def assign_writers(world: World, plan: Plan) -> tuple[WholeTensor, ...]:
-    """Share the tensors of a full version evenly among the trainer ranks that hold them.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FolderPlan:
+    """What one trainer rank knows of the folder after connecting.
 
-    Where one rank holds a tensor whole, so do its replicas, and the least loaded of them writes it. A
-    tensor that is cut over ranks is written by the least loaded of those that hold a piece.
+    plan: its own lines, which lead to the folder.
+    space: the folder's line.
+    wholes: the tensors of a full version, by name.
+    tied: HF names that are not stored, and under which name their values are.
+    """
+
+    plan: Plan
+    space: HfSpace
+    wholes: tuple[WholeTensor, ...]
+    tied: Mapping[str, str]
+
+
+def plan_folder(trainers: World, rank: int) -> FolderPlan:
+    """Plan what one trainer rank writes. Rank 0 also checks that all lines together make the folder's.
 
     Args:
-        world: from `with_folder`.
-        plan: of that world.
+        trainers: the descriptions of all trainer ranks.
+        rank: of the trainer.
 
-    Returns:
-        By name. The same on every rank. Collective: no.
+    Raises:
+        ConnectError: trainers disagree about a dtype, or it cannot be stored.
+        LayoutError: tensors do not fit together, or lines leave an element out, or hold it twice.
+        OwnershipError: optimizer shards do not tile a parameter exactly once.
     """
-    pieces: dict[str, list[Piece]] = defaultdict(list)
-    for op in plan.operations:
-        source = Box(start=tuple(op.send_offset), shape=tuple(op.overlap_shape))
-        target = Box(start=tuple(op.recv_offset), shape=tuple(op.overlap_shape))
-        pieces[op.send_shard_meta.name].append(Piece(rank=op.send_rank - 1, source=source, target=target))
-    held = _held_shapes(world)
-    tensors = sorted(world.engines[0].tensors, key=lambda t: (-math.prod(t.shape), t.name))
+    tied = trainers.trainers[0].tied_embeddings
+    dtypes = _dtypes(trainers)
+    side = TrainingSide(trainers.trainers, dtypes.keys() - ({TIED_HEAD} if tied else set()))
+    vocab = trainers.trainers[0].vocab_size
+    shapes = {
+        name: (vocab, *shape[1:]) if name in VOCAB_TENSORS and shape[0] >= vocab else shape
+        for name, shape in sorted(side.shapes.items())
+    }
+    space = HfSpace(
+        names=tuple(shapes),
+        dtypes=tuple(dtypes[name] for name in shapes),  # type: ignore[arg-type]
+        shapes=tuple(shapes.values()),
+    )
+    world = _with_folder(trainers, space)
+    if rank == 0:
+        plan_rank(world, FOLDER_SEAT)
+    return FolderPlan(
+        plan=plan_rank(world, FOLDER_SEAT + 1 + rank),
+        space=space,
+        wholes=_assign_writers(trainers, side, space),
+        tied={TIED_HEAD: EMBEDDING} if tied else {},
+    )
+
+
+def _dtypes(world: World) -> dict[str, str]:
+    dtypes: dict[str, str] = {}
+    for trainer in world.trainers:
+        for name, dtype in zip(trainer.layout.names, trainer.layout.dtypes, strict=True):
+            if dtypes.setdefault(name, dtype) != dtype or dtype not in WIRE_DTYPES:
+                raise ConnectError(f"{name}: {dtype} cannot be stored, or not on every rank")
+    return dtypes
+
+
+def _with_folder(world: World, space: HfSpace) -> World:
+    """Add the imaginary engine to a world of trainers."""
+    layout = EngineColumns(
+        names=space.names,
+        dtypes=space.dtypes,
+        shapes=space.shapes,
+        global_shapes=space.shapes,
+        global_offsets=tuple((0,) * len(shape) for shape in space.shapes),
+        tied_to=("",) * len(space.names),
+    )
+    agreed = world.trainers[0].agreed
+    folder = EngineSpec(rank=FOLDER_SEAT, engine="folder", agreed=agreed, context=False, layout=layout)
+    return World(engines=(folder,), trainers=world.trainers)
+
+
+def _assign_writers(world: World, side: TrainingSide, space: HfSpace) -> tuple[WholeTensor, ...]:
+    """Share the tensors of a full version evenly among the trainer ranks that hold them.
+
+    If one rank holds a tensor whole, so do its replicas, and the least loaded of them writes it. A tensor
+    that is cut over ranks is written by the least loaded of those that hold a piece. All ranks find the same.
+    """
+    held = [dict(zip(t.layout.names, t.layout.shapes, strict=True)) for t in world.trainers]
+    pieces = _pieces(side, held, dict(zip(space.names, space.shapes, strict=True)))
+    tensors = list(zip(space.names, space.dtypes, space.shapes, strict=True))
     load = dict.fromkeys(range(len(world.trainers)), 0)
     found: list[WholeTensor] = []
-    for tensor in tensors:
-        parts = pieces[tensor.name]
+    for name, dtype, shape in sorted(tensors, key=lambda one: (-math.prod(one[2]), one[0])):
+        parts = pieces[name]
         # Of a tensor without elements nobody has a piece; it belongs into a checkpoint all the same.
-        ranks = [piece.rank for piece in parts] or [rank for rank in load if tensor.name in held[rank]]
+        ranks = [piece.rank for piece in parts] or [rank for rank in load if name in held[rank]]
         if len(parts) == 1:
-            shape = held[ranks[0]][tensor.name]
-            ranks = [rank for rank in load if held[rank].get(tensor.name) == shape]
+            whole = held[ranks[0]][name]
+            ranks = [rank for rank in load if held[rank].get(name) == whole]
         writer = min(ranks, key=lambda rank: (load[rank], rank))
         if len(parts) == 1:
-            parts = [Piece(rank=writer, source=parts[0].source, target=parts[0].target)]
-        whole = WholeTensor(
-            name=tensor.name,
-            dtype=WIRE_DTYPES[tensor.dtype],
-            shape=tensor.shape,
+            parts = [Piece(rank=writer, start=parts[0].start, shape=parts[0].shape)]
+        made = WholeTensor(
+            name=name,
+            dtype=WIRE_DTYPES[dtype],
+            shape=shape,
             writer=writer,
-            pieces=tuple(sorted(parts, key=lambda piece: piece.target.start)),
+            pieces=tuple(sorted(parts, key=lambda piece: piece.start)),
         )
-        load[writer] += whole.num_bytes
-        found.append(whole)
+        load[writer] += made.num_bytes
+        found.append(made)
     return tuple(sorted(found, key=lambda whole: whole.name))
 
 
-def _held_shapes(world: World) -> Sequence[Mapping[str, tuple[int, ...]]]:
-    return [
-        {output.name: output.shape for param in trainer.params for output in param.outputs}
-        for trainer in world.trainers
-    ]
+def _pieces(
+    side: TrainingSide, held: Sequence[Mapping[str, tuple[int, ...]]], shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, list[Piece]]:
+    """The parts that the ranks of the first copy hold of each tensor, without padding."""
+    pieces: dict[str, list[Piece]] = defaultdict(list)
+    for rank, shards in enumerate(side.shards()):
+        for name, shard in shards.items():
+            ends = (a + n for a, n in zip(shard.offset, held[rank][name], strict=True))
+            extent = tuple(min(e, n) - a for e, n, a in zip(ends, shapes[name], shard.offset, strict=True))
+            if shard.replica == 0 and all(size > 0 for size in extent):
+                pieces[name].append(Piece(rank=rank, start=shard.offset, shape=extent))
+    return pieces

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,8 +74,21 @@ def dump_index(tip: Manifest, shards: Mapping[str, Mapping[str, str]], total_siz
     return json.dumps(index, indent=1).encode()
 
 
+def load(path: Path, names: Iterable[str]) -> Tensors:
+    """Tensors of a shard, memory of the process alone that is read from the file where it is used.
+
+    Raises:
+        DamagedBaseError: a tensor is missing, or the file cannot be read.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in names}
+    except (OSError, SafetensorError) as error:
+        raise DamagedBaseError(f"{path.name} cannot be read: {error}") from error
+
+
 def load_checked(path: Path, sums: Mapping[str, str]) -> Tensors:
-    """The tensors of a shard, memory of the process alone that is read from the file where it is used.
+    """As `load`, of a shard that is what was written.
 
     Args:
         path: the shard.
@@ -84,13 +97,7 @@ def load_checked(path: Path, sums: Mapping[str, str]) -> Tensors:
     Raises:
         DamagedBaseError: a tensor is missing, or is not what was written.
     """
-    tensors: Tensors = {}
-    try:
-        with safe_open(path, framework="pt") as file:
-            for name in sums:
-                tensors[name] = file.get_tensor(name)
-    except (OSError, SafetensorError) as error:
-        raise DamagedBaseError(f"{path.name} cannot be read: {error}") from error
+    tensors = load(path, sums)
     for name, tensor in tensors.items():
         if sum_of(tensor) != sums[name]:
             raise DamagedBaseError(f"{name} in {path.name} is not what was written there")

@@ -5,23 +5,31 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from awex_delta.errors import CorruptFrameError, StaleFrameError
+from awex_delta.lines.space import Space
 from awex_delta.plan.describe import WIRE_DTYPES
 from awex_delta.protocol.verdict import Kind
 
-FORMAT: Literal[1] = 1
+FORMAT: Literal[2] = 2
 WHOLE = "whole"
-"""The encoding of a region that is stored as its values."""
+"""The encoding of a span that is stored as its values."""
 
 _SECTION = "awex_delta"
 
+
+class ForeignFormatError(StaleFrameError):
+    """A manifest of another release."""
+
+
 Count = Annotated[int, Field(ge=0)]
 Sizes = tuple[Count, ...]
+Dtype = Literal["bfloat16", "float32", "float16"]
 Checksum = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
 FileName = Annotated[
     str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$")
@@ -40,50 +48,97 @@ class FileEntry(_Entry):
     xxh3: Checksum
 
 
-class TensorEntry(_Entry):
-    """One box of one HF tensor, as bytes [offset, offset + size) of a file.
+class Stored(_Entry):
+    """Bytes [offset, offset + size) of a file. key: what the safetensors file calls them; xxh3: of them."""
 
-    name, dtype, shape: the HF tensor.
-    start, extent: the box.
-    encoding: `whole`, or how the changed elements of the box are packed.
-    count: elements that are stored.
-    owned: half-open ranges of positions in the box that its writer owned, for encodings that use them.
-    key: what the safetensors file calls it.
-    xxh3: of these bytes.
-    """
-
-    name: str
-    dtype: Literal["bfloat16", "float32", "float16"]
-    shape: Sizes
-    start: Sizes
-    extent: Sizes
-    encoding: str
-    count: Count
-    owned: tuple[tuple[Count, Count], ...] = ()
     file: FileName
     key: str
     offset: Count
     size: Count
     xxh3: Checksum
 
+
+class TensorEntry(Stored):
+    """One HF tensor of a full version, whole, under its own name."""
+
+    dtype: Dtype
+    shape: Sizes
+
     @property
-    def numel(self) -> int:
-        """Elements in the box."""
-        return math.prod(self.extent)
+    def name(self) -> str:
+        """HF name."""
+        return self.key
 
     @model_validator(mode="after")
-    def _check_box(self) -> TensorEntry:
-        if not len(self.shape) == len(self.start) == len(self.extent):
-            raise ValueError("shape, start and extent have different lengths")
-        ends = [a + n for a, n in zip(self.start, self.extent, strict=True)]
-        if any(end > size for end, size in zip(ends, self.shape, strict=True)) or self.count > self.numel:
-            raise ValueError("the box lies outside its tensor, or holds less than it counts")
-        edges = [edge for span in self.owned for edge in span]
-        if edges != sorted(edges) or max(edges, default=0) > self.numel:
-            raise ValueError("the owned ranges lie outside the box, or out of order")
-        width = WIRE_DTYPES[self.dtype].itemsize
-        if self.encoding == WHOLE and (self.count != self.numel or self.size != self.numel * width):
-            raise ValueError("a whole box has another size than its values")
+    def _check_size(self) -> TensorEntry:
+        if self.size != math.prod(self.shape) * WIRE_DTYPES[self.dtype].itemsize:
+            raise ValueError("a tensor has another size than its values")
+        return self
+
+
+class BodyEntry(Stored):
+    """What changed in one span of a line.
+
+    begin, end: the span.
+    count: elements that are stored.
+    encoding: how, a name of `wire.registry`, or `whole` for all values of the span.
+    """
+
+    begin: Count
+    end: Count
+    count: Count
+    encoding: str
+
+
+class LineEntry(_Entry):
+    """What one writer stores of a delta in one dtype: some elements of its line.
+
+    numel: elements of the line.
+    boxes: from the line to the canonical line of the folder, packed by `pack.pack_boxes`.
+    bodies: spans of the line with changes, in its order.
+    """
+
+    dtype: Dtype
+    numel: Count
+    boxes: Stored
+    bodies: tuple[BodyEntry, ...]
+
+    @model_validator(mode="after")
+    def _check_spans(self) -> LineEntry:
+        width, stop = WIRE_DTYPES[self.dtype].itemsize, 0
+        for body in self.bodies:
+            numel = body.end - body.begin
+            if not stop <= body.begin < body.end <= self.numel or not 0 < body.count <= numel:
+                raise ValueError("a span is empty, out of order or beyond its line")
+            if body.encoding == WHOLE and (body.count != numel or body.size != numel * width):
+                raise ValueError("the values of a span have another size than the span")
+            stop = body.end
+        return self
+
+
+class HfSpace(_Entry):
+    """The canonical line of a folder: HF tensors in the order of their names, as columns of one length."""
+
+    names: tuple[str, ...] = ()
+    dtypes: tuple[Dtype, ...] = ()
+    shapes: tuple[Sizes, ...] = ()
+
+    @cached_property
+    def line(self) -> Space:
+        """Where each tensor begins."""
+        return Space.of(zip(self.names, map(math.prod, self.shapes), strict=True))
+
+    @cached_property
+    def places(self) -> dict[str, int]:
+        """Number of each tensor by its name."""
+        return {name: place for place, name in enumerate(self.names)}
+
+    @model_validator(mode="after")
+    def _check_columns(self) -> HfSpace:
+        if not len(self.names) == len(self.dtypes) == len(self.shapes):
+            raise ValueError("names, dtypes and shapes have different lengths")
+        if sorted(set(self.names)) != list(self.names):
+            raise ValueError("names are out of order, or stand twice")
         return self
 
 
@@ -95,11 +150,13 @@ class Manifest(_Entry):
     reason: name of the `Reason` why the version is full; NONE for a delta.
     changed, owned: elements that the trainers found changed, of those that they own.
     tied: HF names that are stored under another name.
+    tensors: of a full version.
+    space, lines: of a delta, all HF tensors and what writers store of them.
     digest: by HF name, 64-bit content digest of what an engine holds afterwards (`content`), of all
         elements or of those that the version writes (scope); empty where none was taken.
     """
 
-    format: Literal[1] = FORMAT
+    format: Literal[2] = FORMAT
     id: str
     run_id: str
     version: Count
@@ -112,7 +169,9 @@ class Manifest(_Entry):
     created: float = 0.0
     tied: dict[str, str] = {}
     files: tuple[FileEntry, ...]
-    tensors: tuple[TensorEntry, ...]
+    tensors: tuple[TensorEntry, ...] = ()
+    space: HfSpace = HfSpace()
+    lines: tuple[LineEntry, ...] = ()
     scope: Literal["off", "touched", "full"] = "off"
     digest: dict[str, Checksum] = {}
 
@@ -124,8 +183,25 @@ class Manifest(_Entry):
     @property
     def extra_files(self) -> tuple[FileEntry, ...]:
         """Files that hold no tensors, such as config.json."""
-        with_tensors = {entry.file for entry in self.tensors}
+        with_tensors = {one.file for one in self.stored}
         return tuple(file for file in self.files if file.name not in with_tensors)
+
+    @cached_property
+    def hf(self) -> HfSpace:
+        """All HF tensors."""
+        if self.kind is Kind.DELTA:
+            return self.space
+        entries = sorted(self.tensors, key=lambda entry: entry.name)
+        return HfSpace(
+            names=tuple(entry.name for entry in entries),
+            dtypes=tuple(entry.dtype for entry in entries),
+            shapes=tuple(entry.shape for entry in entries),
+        )
+
+    @property
+    def stored(self) -> tuple[Stored, ...]:
+        """Everything that lies in its files."""
+        return (*self.tensors, *(one for line in self.lines for one in (line.boxes, *line.bodies)))
 
     @property
     def label(self) -> str:
@@ -137,7 +213,7 @@ class Manifest(_Entry):
         if (self.kind is Kind.DELTA) != (self.base_version is not None and self.base_id is not None):
             raise ValueError("a delta names its base, and a full version has none")
         sizes = {file.name: file.size for file in self.files}
-        if any(entry.offset + entry.size > sizes.get(entry.file, -1) for entry in self.tensors):
+        if any(one.offset + one.size > sizes.get(one.file, -1) for one in self.stored):
             raise ValueError("a tensor lies outside its file")
         return self
 
@@ -145,23 +221,25 @@ class Manifest(_Entry):
 def dump_manifest(manifest: Manifest) -> bytes:
     """The manifest as the index of a sharded HF checkpoint, with a checksum over itself."""
     body = manifest.model_dump(mode="json")
-    total = sum(entry.size for entry in manifest.tensors)
+    total = sum(one.size for one in manifest.stored)
     index = {
         "metadata": {"total_size": total, _SECTION: {**body, "xxh3": _checksum(body)}},
-        "weight_map": {entry.key: entry.file for entry in manifest.tensors},
+        "weight_map": {one.key: one.file for one in manifest.stored},
     }
-    return json.dumps(index, indent=1).encode()
+    return json.dumps(index).encode()
 
 
-def parse_manifest(text: bytes, version: int) -> Manifest:
+def parse_manifest(text: bytes, version: int, path: str) -> Manifest:
     """Read a manifest back.
 
     Args:
         text: the file.
         version: the version whose folder it lies in.
+        path: of that folder, for messages.
 
     Raises:
         CorruptFrameError: it is damaged, or no manifest of this package.
+        ForeignFormatError: another release wrote it.
         StaleFrameError: it belongs to another version.
     """
     try:
@@ -173,12 +251,17 @@ def parse_manifest(text: bytes, version: int) -> Manifest:
         raise CorruptFrameError(f"the manifest of version {version} cannot be read: {error!r}") from error
     if _checksum(body) != checksum:
         raise CorruptFrameError(f"the manifest of version {version} is damaged: its checksum differs")
+    if body.get("format") != FORMAT:
+        raise ForeignFormatError(
+            f"{path} has format {body.get('format')!r}, and this release reads and writes format {FORMAT}: "
+            "write to a new folder, or read it with the release that wrote it"
+        )
     try:
         manifest = Manifest.model_validate(body)
     except ValidationError as error:
         what = error.errors(include_url=False, include_context=False)[0]
         raise CorruptFrameError(f"the manifest of version {version}: {what['loc']}: {what['msg']}") from error
-    if weight_map != {entry.key: entry.file for entry in manifest.tensors}:
+    if weight_map != {one.key: one.file for one in manifest.stored}:
         raise CorruptFrameError(f"the manifest of version {version} is damaged: its weight_map differs")
     if manifest.version != version:
         raise StaleFrameError(f"the folder of version {version} holds version {manifest.version}")

@@ -3,40 +3,83 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from awex_delta.folder.layout import WholeTensor
-from awex_delta.folder.manifest import WHOLE, FileEntry, TensorEntry, checksum
+from awex_delta.errors import ConnectError, CorruptFrameError
+from awex_delta.folder.manifest import (
+    WHOLE,
+    BodyEntry,
+    FileEntry,
+    LineEntry,
+    Stored,
+    TensorEntry,
+    checksum,
+)
+from awex_delta.lines.boxes import Boxes
+from awex_delta.lines.changes import Changes
+from awex_delta.plan.columns import pack, unpack
 from awex_delta.plan.describe import dtype_name
-from awex_delta.plan.pairs import Region
-from awex_delta.wire.codec import Codec, RegionChange, as_bytes, whole_is_smaller
-from awex_delta.wire.indices import IndicesCodec
+from awex_delta.wire.buckets import Bucket, cut
+from awex_delta.wire.codec import Codec, as_bytes
+from awex_delta.wire.pieces import blocks
+from awex_delta.wire.spans import Read
 
 SAFETENSORS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.uint8: "U8"}
 """What safetensors calls the dtypes."""
 
-_UNKNOWN = "0" * 16
+MAX_BODY_BYTES = 1 << 24
+"""Of a delta a reader holds so much packed at a time, for each of its workers."""
+
+_COLUMNS = ("target", "target_pitch", "rows", "width")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Item:
-    """One tensor of a file. entry: complete but for its place in the file and its checksum."""
+class Line:
+    """What changed in one line, packed.
 
-    entry: TensorEntry
-    stored: torch.Tensor
+    dtype, numel: of the line.
+    boxes: its table, see `pack_boxes`.
+    bodies: uint8 each on the CPU, with what they are made of and how.
+    num_sent: elements in the bodies.
+    """
+
+    dtype: torch.dtype
+    numel: int
+    boxes: torch.Tensor
+    bodies: tuple[tuple[Bucket, str, torch.Tensor], ...]
+
+    def sent(self, changes: Changes) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """The elements in the bodies: ascending positions in the line, and values.
+
+        Args:
+            changes: those that the line was packed from.
+        """
+        for bucket, _, body in self.bodies:
+            if bucket.whole:
+                yield torch.arange(bucket.span.begin, bucket.span.end), body.view(self.dtype)
+            elif changes.value is not None:
+                here = slice(bucket.first, bucket.last)
+                yield changes.pos[here], changes.value[here]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedFile:
-    """One file in memory. chunks: its bytes in order."""
+    """One file in memory, and what the manifest says of it. chunks: its bytes in order."""
 
     file: FileEntry
-    entries: tuple[TensorEntry, ...]
+    tensors: tuple[TensorEntry, ...] = ()
+    lines: tuple[LineEntry, ...] = ()
     chunks: tuple[Any, ...]
+
+    @property
+    def num_elements(self) -> int:
+        """Elements whose values it holds."""
+        whole = sum(torch.Size(entry.shape).numel() for entry in self.tensors)
+        return whole + sum(body.count for line in self.lines for body in line.bodies)
 
 
 def file_name(stem: str, rank: int, num_ranks: int) -> str:
@@ -44,123 +87,159 @@ def file_name(stem: str, rank: int, num_ranks: int) -> str:
     return f"{stem}-{rank + 1:05d}-of-{num_ranks:05d}.safetensors"
 
 
-def whole_item(whole: WholeTensor, value: torch.Tensor) -> Item:
-    """A tensor of a full version."""
-    origin = (0,) * len(whole.shape)
-    return _item(
-        whole.name,
-        whole.name,
-        value,
-        shape=whole.shape,
-        start=origin,
-        extent=whole.shape,
-        encoding=WHOLE,
-        dtype=dtype_name(whole.dtype),
-        count=value.numel(),
-    )
-
-
-def changed_item(name: str, value: torch.Tensor, index: torch.Tensor) -> Item:
-    """The changed elements of a whole tensor; all of them where that is smaller.
+def pack_boxes(boxes: Boxes) -> torch.Tensor:
+    """The table of a line as bytes.
 
     Args:
-        name: of the tensor.
-        value: the tensor as it is to be.
-        index: int64 [n], ascending flat positions of what changed.
+        boxes: from the line to the folder's; at the source each begins where the one before it ends.
+
+    Returns:
+        uint8 [n] on the CPU.
     """
-    codec = IndicesCodec()
-    change = RegionChange(numel=value.numel(), value=value.reshape(-1)[index], index=index)
-    whole = whole_is_smaller(codec, change, value.dtype)
-    return _item(
-        name,
-        name,
-        value if whole else codec.encode([change], value.dtype),
-        shape=tuple(value.shape),
-        start=(0,) * value.dim(),
-        extent=tuple(value.shape),
-        encoding=WHOLE if whole else codec.name,
-        dtype=dtype_name(value.dtype),
-        count=value.numel() if whole else index.numel(),
-    )
+    columns = {name: getattr(boxes, name).numpy() for name in _COLUMNS}
+    return torch.frombuffer(bytearray(pack({}, columns, {})), dtype=torch.uint8)
 
 
-def delta_items(
-    found: Iterable[tuple[Region, RegionChange]], shapes: Mapping[str, tuple[int, ...]], codec: Codec
-) -> list[Item]:
-    """What this rank found changed, one tensor of bytes a region; regions without changes are left out.
+def unpack_boxes(blob: bytes, numel: int, end: int) -> Boxes:
+    """Undo `pack_boxes`.
 
     Args:
-        found: this rank's regions and their changes.
-        shapes: HF name -> shape of the whole tensor.
-        codec: packs the sparse regions.
+        blob: the bytes.
+        numel: elements of the line.
+        end: elements of the folder's line.
 
-    Collective: no.
+    Raises:
+        CorruptFrameError: the table does not hold the line, or leads out of the folder's.
     """
-    items: list[Item] = []
-    for region, change in found:
-        if change.value.numel():
-            items.append(_delta_item(region, change, shapes[region.name], codec, len(items)))
-    return items
+    try:
+        _, columns, _ = unpack(blob)
+    except ConnectError as error:
+        raise CorruptFrameError(f"a table of boxes cannot be read: {error}") from error
+    if set(columns) != set(_COLUMNS) or len({column.size for column in columns.values()}) != 1:
+        raise CorruptFrameError("a table of boxes has other columns")
+    target, pitch, rows, width = (torch.from_numpy(columns[name]) for name in _COLUMNS)
+    sizes = rows * width
+    last = target + (rows - 1) * pitch + width
+    fits = bool(((target >= 0) & (rows > 0) & (width > 0) & (pitch >= width) & (last <= end)).all())
+    if not fits or int(sizes.sum()) != numel:
+        raise CorruptFrameError(f"a table of boxes does not hold a line of {numel} elements")
+    source = sizes.cumsum(0) - sizes
+    return Boxes(source=source, source_pitch=width, target=target, target_pitch=pitch, rows=rows, width=width)
 
 
-def _delta_item(
-    region: Region, change: RegionChange, shape: tuple[int, ...], codec: Codec, number: int
-) -> Item:
-    if change.index is None:
-        encoding, stored = WHOLE, as_bytes(change.value.to(region.dtype)).clone()
-    else:
-        encoding, stored = codec.name, codec.encode([change], region.dtype)
-    return _item(
-        region.name,
-        f"{region.name}#{number}",  # no loader may take it for the tensor itself
-        stored,
-        shape=shape,
-        start=region.target.start,
-        extent=region.target.shape,
-        encoding=encoding,
-        dtype=dtype_name(region.dtype),
-        count=change.value.numel(),
-        owned=change.context.owned if change.context is not None and encoding != WHOLE else (),
-    )
+def pack_line(
+    changes: Changes,
+    codec: Codec,
+    dtype: torch.dtype,
+    boxes: torch.Tensor,
+    read: Read,
+    *,
+    numel: int,
+    whole: int = 0,
+    bucket_bytes: int = MAX_BODY_BYTES,
+) -> Line:
+    """Pack what changed in one line; spans without changes are left out.
+
+    Args:
+        changes: of the line, with values.
+        codec: packs them, where all values of a span do not take less.
+        dtype: of the line.
+        boxes: its table as bytes.
+        read: its values after the step.
+        numel: its elements.
+        whole: of them, at the begin, those that are always stored.
+        bucket_bytes: see `buckets.cut`.
+    """
+    buckets = cut(changes, codec, dtype, numel, min(bucket_bytes, MAX_BODY_BYTES), whole_prefix=whole)
+    bodies = []
+    for bucket in buckets:
+        if bucket.whole:
+            values = torch.cat([block for _, block in blocks(read, bucket.span)])
+            bodies.append((bucket, WHOLE, as_bytes(values)))
+        elif bucket.num_sent:
+            here = changes.part(bucket.first, bucket.last)
+            bodies.append((bucket, codec.name, codec.encode(here, bucket.span, dtype, read=read).clone()))
+    return Line(dtype=dtype, numel=numel, boxes=boxes, bodies=tuple(bodies))
 
 
-def _item(name: str, key: str, stored: torch.Tensor, **fields: Any) -> Item:
-    size = stored.numel() * stored.element_size()
-    entry = TensorEntry(name=name, key=key, file="-", offset=0, size=size, xxh3=_UNKNOWN, **fields)
-    return Item(entry=entry, stored=stored)
-
-
-def pack_file(name: str, items: Sequence[Item]) -> PackedFile:
-    """Lay tensors out as a safetensors file, without copying them.
+def pack_lines(name: str, lines: Sequence[Line]) -> PackedFile:
+    """A file of what changed in some lines, of as many dtypes.
 
     Args:
         name: of the file.
-        items: tensors on the CPU, contiguous; they must not change before the file is written.
-
-    Returns:
-        The file, its entry in the manifest, and those of its tensors.
-
-    Collective: no.
+        lines: those with changes.
     """
+    stem = name.removesuffix(".safetensors")
+    keys = [f"{stem}/{dtype_name(line.dtype)}" for line in lines]  # no loader knows such a tensor
+    tensors = {
+        f"{key}/{number:06d}": body
+        for key, line in zip(keys, lines, strict=True)
+        for number, (_, _, body) in enumerate(line.bodies)
+    }
+    tables = {f"{key}/boxes": line.boxes for key, line in zip(keys, lines, strict=True)}
+    file, stored, chunks = _laid_out(name, tensors | tables)
+    entries = tuple(
+        LineEntry(
+            dtype=dtype_name(line.dtype),  # type: ignore[arg-type]
+            numel=line.numel,
+            boxes=stored[f"{key}/boxes"],
+            bodies=tuple(
+                BodyEntry(
+                    **stored[f"{key}/{number:06d}"].model_dump(),
+                    begin=bucket.span.begin,
+                    end=bucket.span.end,
+                    count=bucket.num_sent,
+                    encoding=encoding,
+                )
+                for number, (bucket, encoding, _) in enumerate(line.bodies)
+            ),
+        )
+        for key, line in zip(keys, lines, strict=True)
+    )
+    return PackedFile(file=file, lines=entries, chunks=chunks)
+
+
+def pack_tensors(name: str, tensors: Mapping[str, torch.Tensor]) -> PackedFile:
+    """A file of whole tensors, which are not copied.
+
+    Args:
+        name: of the file.
+        tensors: by HF name, on the CPU, contiguous; they must not change before the file is written.
+    """
+    file, stored, chunks = _laid_out(name, tensors)
+    entries = tuple(
+        TensorEntry(
+            **one.model_dump(),
+            dtype=dtype_name(tensors[key].dtype),  # type: ignore[arg-type]
+            shape=tuple(tensors[key].shape),
+        )
+        for key, one in stored.items()
+    )
+    return PackedFile(file=file, tensors=entries, chunks=chunks)
+
+
+def _laid_out(
+    name: str, tensors: Mapping[str, torch.Tensor]
+) -> tuple[FileEntry, dict[str, Stored], tuple[Any, ...]]:
+    """The file, where each tensor lies in it, and its bytes."""
     # Wide dtypes first, so that every tensor of a mapped file is aligned.
-    ordered = sorted(items, key=lambda item: (-item.stored.element_size(), item.entry.key))
+    ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for item in ordered:
-        begin, end = end, end + item.entry.size
-        header[item.entry.key] = {
-            "dtype": SAFETENSORS[item.stored.dtype],
-            "shape": list(item.stored.shape),
+    for key, tensor in ordered:
+        begin, end = end, end + tensor.nbytes
+        header[key] = {
+            "dtype": SAFETENSORS[tensor.dtype],
+            "shape": list(tensor.shape),
             "data_offsets": [begin, end],
         }
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     head = len(text).to_bytes(8, "little") + text
-    chunks = [as_bytes(item.stored).numpy().data for item in ordered]
-    entries, offset = [], len(head)
-    for item, chunk in zip(ordered, chunks, strict=True):
-        update = {"file": name, "offset": offset, "xxh3": checksum([chunk])}
-        entries.append(item.entry.model_copy(update=update))
-        offset += item.entry.size
+    chunks = [as_bytes(tensor).numpy().data for _, tensor in ordered]
+    stored, offset = dict[str, Stored](), len(head)
+    for (key, tensor), chunk in zip(ordered, chunks, strict=True):
+        stored[key] = Stored(file=name, key=key, offset=offset, size=tensor.nbytes, xxh3=checksum([chunk]))
+        offset += tensor.nbytes
     file = FileEntry(name=name, size=offset, xxh3=checksum([head, *chunks]))
-    return PackedFile(file=file, entries=tuple(entries), chunks=(head, *chunks))
+    return file, stored, (head, *chunks)

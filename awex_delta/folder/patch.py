@@ -22,9 +22,10 @@ from pathlib import Path
 import torch
 
 from awex_delta.errors import LayoutError, WireError
-from awex_delta.folder.apply import stage, whole_parts, write
+from awex_delta.folder.apply import stage, write
 from awex_delta.folder.chain import Catalogue
 from awex_delta.folder.folder import INDEX, Folder, Step, version_name
+from awex_delta.folder.live import Live, whole_parts
 from awex_delta.folder.local import (
     DamagedBaseError,
     Marker,
@@ -34,10 +35,14 @@ from awex_delta.folder.local import (
     parse_marker,
     read_marker,
 )
-from awex_delta.folder.manifest import FileEntry, Manifest, TensorEntry, checksum, dump_manifest
-from awex_delta.folder.pack import changed_item, pack_file
+from awex_delta.folder.manifest import FileEntry, HfSpace, LineEntry, Manifest, checksum, dump_manifest
+from awex_delta.folder.pack import Line, pack_boxes, pack_line, pack_lines
+from awex_delta.lines.boxes import Boxes
+from awex_delta.lines.changes import Changes
+from awex_delta.lines.storages import BITS, Storages
 from awex_delta.plan.describe import WIRE_DTYPES
 from awex_delta.protocol.verdict import Kind
+from awex_delta.wire.indices import IndicesCodec
 
 JOURNAL = ".awex_delta"
 """The folder in a checkpoint that holds what belongs to pulls alone; no loader looks into it."""
@@ -45,7 +50,6 @@ JOURNAL = ".awex_delta"
 HIDDEN = ".patching"
 
 _INDEX_TO_COME = "index.json"
-_BITS = {2: torch.int16, 4: torch.int32}
 
 
 class Journal:
@@ -63,37 +67,36 @@ class Journal:
         self._folder = Folder(str(path / JOURNAL))
         self._step = step
         self._files: list[FileEntry] = []
-        self._entries: list[TensorEntry] = []
+        self._lines: list[LineEntry] = []
 
     def begin(self) -> None:
         """Forget what was noted and not committed."""
         for version in self._folder.versions():
             self._folder.remove_version(version)
-        self._files, self._entries = [], []
+        self._files, self._lines = [], []
 
-    def add(self, version: int, shard: str, old: Tensors, new: Tensors) -> int:
+    def add(self, tip: Manifest, shard: str, old: Tensors, new: Tensors) -> int:
         """Note the elements of one shard in which `new` differs from `old`, bit by bit.
 
         Args:
-            version: that the checkpoint is to become.
+            tip: what the checkpoint is to become.
             shard: name of the file.
             old, new: its tensors now and then.
 
         Returns:
             Bytes written to the journal.
         """
-        items = []
+        by_dtype: dict[torch.dtype, list[str]] = {}
         for name, tensor in sorted(new.items()):
-            bits = _BITS[tensor.element_size()]
-            index = (old[name].view(bits) != tensor.view(bits)).view(-1).nonzero().view(-1)
-            if index.numel():
-                items.append(changed_item(name, tensor, index))
-        if not items:
+            by_dtype.setdefault(tensor.dtype, []).append(name)
+        lines = [_line(tip.hf, names, old, new) for names in by_dtype.values()]
+        lines = [line for line in lines if line.bodies]
+        if not lines:
             return 0
-        packed = pack_file(shard, items)
-        self._folder.put(f"{version_name(version)}/{shard}", packed.chunks, self._step)
+        packed = pack_lines(shard, lines)
+        self._folder.put(f"{version_name(tip.version)}/{shard}", packed.chunks, self._step)
         self._files.append(packed.file)
-        self._entries += packed.entries
+        self._lines += packed.lines
         return packed.file.size
 
     def commit(self, tip: Manifest, base: Marker, index: bytes) -> int:
@@ -116,7 +119,9 @@ class Journal:
                 "base_version": base.version,
                 "base_id": base.id,
                 "files": (*self._files, file),
-                "tensors": tuple(self._entries),
+                "tensors": (),
+                "space": tip.hf,
+                "lines": tuple(self._lines),
                 "scope": "off",
                 "digest": {},
             }
@@ -143,7 +148,7 @@ class Journal:
             manifest = Catalogue(self._folder).get(version)
             if isinstance(manifest, Manifest):
                 try:
-                    begin(_num_bytes(manifest.tensors))
+                    begin(_num_bytes(manifest.lines))
                     self._redo(manifest, on_write)
                 except (DamagedBaseError, WireError, LayoutError, FileNotFoundError) as error:
                     problem = f"the change to {manifest.label} cannot be made in place: {error}"
@@ -161,7 +166,7 @@ class Journal:
             return  # killed after the last step
         if held is not None and held.id != manifest.base_id:
             raise DamagedBaseError("the checkpoint was replaced meanwhile")
-        shards = sorted({entry.file for entry in manifest.tensors})
+        shards = sorted({line.boxes.file for line in manifest.lines})
         self._step("withdraw the index")
         self._local.remove(INDEX)
         for shard in shards:
@@ -183,16 +188,46 @@ class Journal:
 
     def _store(self, shard: str, manifest: Manifest, on_write: Callable[[int], None]) -> None:
         """Store the new elements of one shard, and wait until they are on the disk."""
-        entries = [entry for entry in manifest.tensors if entry.file == shard]
         tensors, memory = open_in_place(self._path / (shard + HIDDEN))
-        parts = whole_parts({e.name: tensors[e.name] for e in entries if e.name in tensors})
-        staged = stage(self._folder, manifest, parts, workers=1)
+        lines = tuple(line for line in manifest.lines if line.boxes.file == shard)
+        here = manifest.model_copy(update={"lines": lines})
+        live = Live(here, whole_parts(tensors))
+        staged = stage(self._folder, here, live, workers=1)
         self._step(f"patch {shard}")
-        write(staged)
+        write(live, staged)
         self._step(f"flush {shard}")
         memory.flush()
-        on_write(_num_bytes(entries))
+        on_write(_num_bytes(lines))
 
 
-def _num_bytes(entries: Sequence[TensorEntry]) -> int:
-    return sum(entry.count * WIRE_DTYPES[entry.dtype].itemsize for entry in entries)
+def _line(space: HfSpace, names: Sequence[str], old: Tensors, new: Tensors) -> Line:
+    """What changed in some tensors of one dtype, one after the other."""
+    bits, dtype = BITS[new[names[0]].element_size()], new[names[0]].dtype
+    places, begin = list[torch.Tensor](), 0
+    for name in names:
+        differ = (old[name].view(bits) != new[name].view(bits)).view(-1).nonzero().view(-1)
+        places.append(differ + begin)
+        begin += new[name].numel()
+    storages, pos = Storages([new[name] for name in names]), torch.cat(places)
+    held = [name for name in names if new[name].numel()]
+    numels = torch.tensor([new[name].numel() for name in held], dtype=torch.int64)
+    boxes = Boxes(
+        source=numels.cumsum(0) - numels,
+        source_pitch=numels,
+        target=space.line.starts[[space.places[name] for name in held]],
+        target_pitch=numels,
+        rows=torch.ones_like(numels),
+        width=numels,
+    )
+    return pack_line(
+        Changes(pos=pos, value=storages.gather(pos, dtype)),
+        IndicesCodec(),
+        dtype,
+        pack_boxes(boxes),
+        lambda start, stop: storages.gather(torch.arange(start, stop), dtype),
+        numel=begin,
+    )
+
+
+def _num_bytes(lines: Sequence[LineEntry]) -> int:
+    return sum(body.count * WIRE_DTYPES[line.dtype].itemsize for line in lines for body in line.bodies)

@@ -116,6 +116,6 @@ class Peers:
         return [value] if self._comm is None else self._comm.gather_json(value, phase=phase)
 
     def close(self) -> None:
-        """Leave. Collective: no."""
+        """Leave."""
         if self._comm is not None:
             self._comm.close()

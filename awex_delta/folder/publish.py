@@ -22,7 +22,7 @@ from awex_delta.errors import ConnectError, PeerError, UpdateAborted
 from awex_delta.folder.chain import Catalogue, expired
 from awex_delta.folder.content import added
 from awex_delta.folder.folder import INDEX, Folder, Step, version_name
-from awex_delta.folder.manifest import FileEntry, Manifest, TensorEntry, checksum, dump_manifest
+from awex_delta.folder.manifest import FileEntry, LineEntry, Manifest, TensorEntry, checksum, dump_manifest
 from awex_delta.folder.pack import PackedFile
 from awex_delta.protocol.rendezvous import Rendezvous
 from awex_delta.protocol.store import BoundedStore
@@ -155,12 +155,19 @@ class Publisher:
 
         Collective: yes, over the trainer ranks.
         """
-        part: dict[str, Any] = {"failure": "", "files": [], "tensors": [], "digest": dict(job.digest)}
+        part: dict[str, Any] = {
+            "failure": "",
+            "files": [],
+            "tensors": [],
+            "lines": [],
+            "digest": dict(job.digest),
+        }
         try:
             if job.packed is not None:
                 self._write(job, job.packed)
                 part["files"] = [job.packed.file.model_dump(mode="json")]
-                part["tensors"] = [entry.model_dump(mode="json") for entry in job.packed.entries]
+                part["tensors"] = [entry.model_dump(mode="json") for entry in job.packed.tensors]
+                part["lines"] = [line.model_dump(mode="json") for line in job.packed.lines]
         except Exception as error:  # noqa: BLE001 - the thread's edge: every rank must learn of it
             part["failure"] = _told(error)
         try:
@@ -227,6 +234,7 @@ class Publisher:
             created=time.time(),
             files=(*(FileEntry(**file) for part in parts for file in part["files"]), *_extra_files(job)),
             tensors=tuple(TensorEntry(**entry) for part in parts for entry in part["tensors"]),
+            lines=tuple(LineEntry(**line) for part in parts for line in part["lines"]),
             digest=added(part["digest"] for part in parts),
             **facts,
         )

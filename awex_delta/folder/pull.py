@@ -11,17 +11,19 @@ import fcntl
 import logging
 import re
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
+
 from awex_delta.errors import ChainError, CorruptFrameError, UpdateError, WireError
-from awex_delta.folder.apply import stage, whole_parts, write
+from awex_delta.folder.apply import Piece, Staged, stage, within, write, write_pieces
 from awex_delta.folder.content import differing, matching, sums_of
 from awex_delta.folder.folder import INDEX, Folder, Step, ignore_step, version_name
-from awex_delta.folder.layout import WholeTensor
 from awex_delta.folder.lease import Lease, leased_chain
+from awex_delta.folder.live import Live, whole_parts
 from awex_delta.folder.local import (
     DamagedBaseError,
     Layout,
@@ -30,6 +32,7 @@ from awex_delta.folder.local import (
     dump_index,
     empty_tensors,
     layout_of,
+    load,
     load_checked,
     names_by_file,
     open_in_place,
@@ -38,7 +41,7 @@ from awex_delta.folder.local import (
     total_bytes,
 )
 from awex_delta.folder.manifest import Manifest, checksum
-from awex_delta.folder.pack import PackedFile, pack_file, whole_item
+from awex_delta.folder.pack import PackedFile, pack_tensors
 from awex_delta.folder.patch import HIDDEN, JOURNAL, Journal
 from awex_delta.protocol.verdict import Kind
 
@@ -118,16 +121,20 @@ class LocalCheckpoint:
         self._lease = Lease(source, f"pull-{uuid.uuid4().hex}", lease_seconds)
         self._journal = Journal(path, on_step)
         self._read_bytes = self._written_bytes = 0
+        self._held: Marker | None = None  # during a pull, what the checkpoint is
+        self._links: list[Manifest] = []  # what was applied in it, and whether in place
+        self._in_place: list[bool] = []
+        self._problems: list[str] = []
 
     def marker(self) -> Marker | None:
         """Which version the checkpoint is, None where it is none of a folder's, or is being changed."""
         return read_marker(self._local)
 
     def pull(self, version: int | None = None, progress: Progress | None = None) -> Pulled:
-        """Finish what an earlier call left behind, and bring the checkpoint to a version.
+        """Finish what an earlier call left behind, and bring the checkpoint to a version, link by link.
 
-        Killed at any moment, it leaves the checkpoint as it was, as it is to be, or without an index and
-        without shards of which it could load: then the next call goes on.
+        Killed at any moment, it leaves the checkpoint as it was, as a version on the way, as it is to be, or
+        without an index and without shards of which it could load: then the next call goes on.
 
         Args:
             version: which one; None for the newest that can be reached.
@@ -137,29 +144,42 @@ class LocalCheckpoint:
             What was done. The checkpoint is its `version` now.
 
         Raises:
-            ChainError: no chain of whole versions leads there. The checkpoint is as it was.
+            ChainError: no chain of whole versions leads there. The checkpoint is as it was, or a version on
+                the way.
             UpdateError: another process changes this checkpoint.
             OSError: the checkpoint cannot be written; the next call goes on.
         """
         self._read_bytes = self._written_bytes = 0
-        refused, problems, heard = set[str](), list[str](), progress or Progress()
+        self._links, self._in_place, self._problems = [], [], []
+        refused, heard, damaged = set[str](), progress or Progress(), False
         with self._alone():
-            self._finish(problems, heard)
-            held = self.marker()
+            self._finish(heard)
+            self._held = self.marker()
             try:
                 while True:
                     try:
-                        return self._attempt(held, version, refused, problems, heard)
+                        now, problems = self._attempt(version, refused, heard, may_patch=not damaged)
+                        break
                     except _UnusableVersion as error:
                         logger.warning("%s; trying another way", error)
-                        problems.append(str(error))
+                        self._problems.append(str(error))
                         refused.add(error.link.id)
                     except DamagedBaseError as error:
                         logger.warning("%s: %s; starting from a full version", self.path, error)
-                        problems.append(f"{error}; starting from a full version")
-                        held = None
+                        self._problems.append(f"{error}; starting from a full version")
+                        if damaged:  # again: what was written a moment ago does not stay
+                            raise ChainError("; ".join(self._problems)) from error
+                        self._held, damaged = None, True
             finally:
                 self._lease.end()
+        return Pulled(
+            version=now.version,
+            links=tuple(self._links),
+            in_place=bool(self._in_place) and all(self._in_place),
+            bytes_read=self._read_bytes,
+            bytes_written=self._written_bytes,
+            problems=(*self._problems, *problems),
+        )
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -174,49 +194,37 @@ class LocalCheckpoint:
             yield
 
     def _attempt(
-        self,
-        held: Marker | None,
-        version: int | None,
-        refused: set[str],
-        problems: list[str],
-        progress: Progress,
-    ) -> Pulled:
-        chain = leased_chain(self._source, self._lease, held, target=version, refused=refused)
-        if not chain.reachable:
-            raise ChainError("; ".join([*problems, *chain.problems]))
-        if not chain.links:
-            if held is None:
-                raise ChainError("; ".join([*problems, *chain.problems]))
-            self._sweep(set(held.shards))  # of a pull that was killed
-            return Pulled(version=held.version, problems=(*problems, *chain.problems))
-        in_place = self._apply(held, chain.links, problems, progress)
-        return Pulled(
-            version=chain.links[-1].version,
-            links=chain.links,
-            in_place=in_place,
-            bytes_read=self._read_bytes,
-            bytes_written=self._written_bytes,
-            problems=(*problems, *chain.problems),
-        )
+        self, version: int | None, refused: set[str], progress: Progress, *, may_patch: bool
+    ) -> tuple[Marker, Sequence[str]]:
+        """Go the way that there is now: what the checkpoint is then, and what kept it from newer ones."""
+        chain = leased_chain(self._source, self._lease, self._held, target=version, refused=refused)
+        if not chain.reachable or not (chain.links or self._held):
+            raise ChainError("; ".join([*self._problems, *chain.problems]))
+        progress.begin("reading", sum(one.size for link in chain.links for one in link.stored))
+        for link in chain.links:
+            in_place = self._apply(self._held, link, progress, may_patch=may_patch)
+            self._held = self.marker()
+            self._links.append(link)
+            self._in_place.append(in_place)
+        if self._held is None:
+            raise DamagedBaseError("the index that was written is gone")
+        self._sweep(set(self._held.shards))  # and what a pull left that was killed
+        return self._held, chain.problems
 
-    def _apply(
-        self, held: Marker | None, links: Sequence[Manifest], problems: list[str], progress: Progress
-    ) -> bool:
-        """Go to the last of `links`. True where that was done in place."""
-        progress.begin("reading", sum(entry.size for link in links for entry in link.tensors))
-        if links[0].kind is Kind.FULL:
-            self._copy_extra_files(links[0])
-        obstacle = self._obstacle(held, links[0])
-        if held is None or obstacle:
-            problems += [f"{obstacle}: whole shards are written"] if obstacle else []
-            self._rewrite(links, held, progress)
+    def _apply(self, held: Marker | None, link: Manifest, progress: Progress, *, may_patch: bool) -> bool:
+        """Go one version on. True if that was done in place."""
+        if link.kind is Kind.FULL:
+            self._copy_extra_files(link)
+        obstacle = self._obstacle(held, link)
+        if held is None or obstacle or not may_patch:
+            self._problems += [f"{obstacle}: whole shards are written"] if obstacle else []
+            self._rewrite(link, held, progress)
             return False
-        self._patch(held, links, progress)
-        self._finish(problems, progress)
+        self._patch(held, link, progress)
+        self._finish(progress)
         now = self.marker()
-        if now is None or now.id != links[-1].id:
+        if now is None or now.id != link.id:
             raise DamagedBaseError("the checkpoint could not be changed in place")
-        self._sweep(set(held.shards))
         return True
 
     def _obstacle(self, held: Marker | None, first: Manifest) -> str:
@@ -239,19 +247,18 @@ class LocalCheckpoint:
             return f"{first.label} has other tensors than the checkpoint"
         return ""
 
-    def _patch(self, held: Marker, links: Sequence[Manifest], progress: Progress) -> None:
+    def _patch(self, held: Marker, link: Manifest, progress: Progress) -> None:
         """Note in the journal what changes in each shard, one at a time."""
-        tip, shards = links[-1], dict[str, dict[str, str]]()
+        shards = dict[str, dict[str, str]]()
         self._journal.begin()
-        for shard, sums in sorted(held.shards.items()):
-            old, new = (load_checked(self.path / shard, sums) for _ in range(2))
-            self._bring_to(links, new, progress, hold=True)
+        for shard, new in self._brought(held, link, progress):
             shards[shard] = {name: sum_of(tensor) for name, tensor in new.items()}
-            self._written_bytes += self._journal.add(tip.version, shard, old, new)
-        index = dump_index(tip, shards, total_bytes(layout_of(self.path, held)))
-        self._written_bytes += self._journal.commit(tip, held, index) + len(index)
+            old = load(self.path / shard, list(new))
+            self._written_bytes += self._journal.add(link, shard, old, new)
+        index = dump_index(link, shards, total_bytes(layout_of(self.path, held)))
+        self._written_bytes += self._journal.commit(link, held, index) + len(index)
 
-    def _finish(self, problems: list[str], progress: Progress) -> None:
+    def _finish(self, progress: Progress) -> None:
         """Do what the journal says, if there is one."""
 
         def note(num_bytes: int) -> None:
@@ -261,76 +268,87 @@ class LocalCheckpoint:
         problem = self._journal.finish(lambda total: progress.begin("patching", total), note)
         if problem:
             logger.warning("%s: %s", self.path, problem)
-            problems.append(problem)
+            self._problems.append(problem)
 
-    def _rewrite(self, links: Sequence[Manifest], held: Marker | None, progress: Progress) -> None:
+    def _rewrite(self, link: Manifest, held: Marker | None, progress: Progress) -> None:
         """Write every shard anew, one at a time, then the index that names them."""
-        tip, first = links[-1], links[0]
-        if first.kind is Kind.FULL:
-            groups = names_by_file(first)
-        else:
-            groups = {shard: list(sums) for shard, sums in held.shards.items()} if held else {}
         name, shards, total = uuid.uuid4().hex[:8], dict[str, dict[str, str]](), 0
-        for number, (shard, names) in enumerate(sorted(groups.items()), start=1):
-            if first.kind is Kind.FULL:
-                tensors = empty_tensors(first, names)
-            else:
-                tensors = load_checked(self.path / shard, held.shards[shard] if held else {})
-            self._bring_to(links, tensors, progress, hold=first.kind is Kind.DELTA)
+        base = held if link.kind is Kind.DELTA else None
+        for number, (_, tensors) in enumerate(self._brought(base, link, progress), start=1):
             packed = self._save(f"model-{name}-{number:05d}.safetensors", tensors)
-            shards[packed.file.name] = {entry.key: entry.xxh3 for entry in packed.entries}
-            total += sum(entry.size for entry in packed.entries)
-        index = dump_index(tip, shards, total)
+            shards[packed.file.name] = {entry.name: entry.xxh3 for entry in packed.tensors}
+            total += sum(entry.size for entry in packed.tensors)
+        index = dump_index(link, shards, total)
         self._local.put(INDEX, [index], self._step)
         self._written_bytes += len(index)
         self._sweep(set(shards))
 
-    def _bring_to(
-        self, links: Sequence[Manifest], tensors: Tensors, progress: Progress, *, hold: bool
-    ) -> None:
-        """Apply versions to the tensors of one shard, and compare each with the trainer's digests.
+    def _brought(
+        self, held: Marker | None, link: Manifest, progress: Progress
+    ) -> Iterator[tuple[str, Tensors]]:
+        """The shards as they are to be, one at a time, each compared with the trainer's digests.
 
-        hold: the tensors are some version now, so a full one may be there already.
+        Args:
+            held: what the checkpoint is; None if it is no version, and the one to come is a full one.
+            link: the next version.
+            progress: hears of bytes read.
         """
-        for link in links:
-            wrong = self._bring(link, tensors, progress, hold=hold)
-            if wrong and links[0].kind is Kind.FULL:
-                raise _UnusableVersion(link, CorruptFrameError(f"it does not lead to its own {wrong}"))
-            if wrong:
-                raise DamagedBaseError(f"{link.label} does not lead to its {wrong}")
+        if held is None:
+            for shard, names in sorted(names_by_file(link).items()):
+                tensors = empty_tensors(link, names)
+                self._write(link, tensors, progress)
+                yield shard, tensors
+            return
+        sums = sorted(held.shards.items())
+        if link.kind is Kind.FULL:
+            for shard, names_and_sums in sums:
+                tensors = load_checked(self.path / shard, names_and_sums)
+                self._write(link, tensors, progress, holds=True)
+                yield shard, tensors
+            return
+        old = {shard: load_checked(self.path / shard, one) for shard, one in sums}
+        parts = [part for tensors in old.values() for part in whole_parts(tensors)]
+        staged, begins = self._staged(link, Live(link, parts), progress), dict[torch.dtype, int]()
+        for shard, names_and_sums in sums:
+            tensors = load(self.path / shard, list(names_and_sums))
+            live = Live(link, whole_parts(tensors))
+            pieces = list(within(staged.pieces(), live, begins))
+            write_pieces(live, pieces)
+            self._compare(link, live, pieces)
+            begins |= {dtype: begins.get(dtype, 0) + line.line.numel for dtype, line in live.lines.items()}
+            yield shard, tensors
 
-    def _bring(self, link: Manifest, tensors: Tensors, progress: Progress, *, hold: bool) -> list[str]:
-        """Apply one version to the tensors of one shard; those that are not what the trainer had then."""
+    def _write(self, link: Manifest, tensors: Tensors, progress: Progress, *, holds: bool = False) -> None:
+        """Write a full version into the tensors of one shard. holds: they may be that version already."""
+        live = Live(link, whole_parts(tensors))
+        skip = matching(link, [sums_of(link, live, ())]) if holds else ()
+        write(live, self._staged(link, live, progress, skip))
+        self._compare(link, live, ())
 
+    def _staged(self, link: Manifest, live: Live, progress: Progress, skip: Collection[str] = ()) -> Staged:
         def note(num_bytes: int) -> None:
             self._lease.renew()
             self._read_bytes += num_bytes
             progress.advance(num_bytes)
 
         try:
-            parts = whole_parts(tensors)
-            full = hold and link.kind is Kind.FULL
-            skip = matching(link, [sums_of(link, parts, ())]) if full else ()
-            staged = stage(self._source, link, parts, workers=self._workers, skip=skip, on_read=note)
+            return stage(self._source, link, live, workers=self._workers, skip=skip, on_read=note)
         except (WireError, OSError) as error:
             raise _UnusableVersion(link, error) from error
-        write(staged)
-        return differing(link, [sums_of(link, parts, staged)])
+
+    def _compare(self, link: Manifest, live: Live, pieces: Iterable[Piece]) -> None:
+        """Are tensors what the trainer had? If not, the version is to blame, or what it was written into."""
+        wrong = differing(link, [sums_of(link, live, pieces)])
+        if wrong and any(one.kind is Kind.FULL for one in (link, *self._links)):
+            raise _UnusableVersion(link, CorruptFrameError(f"it does not lead to its own {wrong}"))
+        if wrong:
+            raise DamagedBaseError(f"{link.label} does not lead to its {wrong}")
 
     def _save(self, name: str, tensors: Tensors) -> PackedFile:
-        items = [
-            whole_item(
-                WholeTensor(
-                    name=tensor_name, dtype=tensor.dtype, shape=tuple(tensor.shape), writer=0, pieces=()
-                ),
-                tensor,
-            )
-            for tensor_name, tensor in sorted(tensors.items())
-        ]
-        packed = pack_file(name, items)
+        packed = pack_tensors(name, tensors)
         self._local.put(name, packed.chunks, self._step)
         self._written_bytes += packed.file.size
-        return PackedFile(file=packed.file, entries=packed.entries, chunks=())
+        return PackedFile(file=packed.file, tensors=packed.tensors, chunks=())
 
     def _copy_extra_files(self, anchor: Manifest) -> None:
         for file in anchor.extra_files:

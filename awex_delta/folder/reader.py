@@ -22,6 +22,7 @@ from awex_delta.folder.chain import Catalogue, Chain, find_chain
 from awex_delta.folder.content import PartSum, differing, dump_sums, load_sums, matching, sums_of
 from awex_delta.folder.folder import Folder
 from awex_delta.folder.lease import Lease, leased_chain
+from awex_delta.folder.live import Live
 from awex_delta.folder.manifest import Manifest
 from awex_delta.folder.peers import Peers, Word
 from awex_delta.protocol.ledger import EngineLedger, check_version
@@ -70,8 +71,6 @@ class DiskReader:
 
         Raises:
             ConfigError: the URL cannot be opened, or the rank is not allowed.
-
-        Collective: no.
         """
         self._view = view
         self._settings = settings
@@ -83,6 +82,7 @@ class DiskReader:
         self._on_phase = on_phase or (lambda phase: None)
         self._ledger = EngineLedger()
         self._held: Manifest | None = None  # what the weights are exactly
+        self._live: Live | None = None  # tables of the version that was bound last
         self._served = ""  # id of what all ranks of the engine agreed to hold
         self._bytes_read = self._num_written = 0
         self._sums: dict[str, list[PartSum]] = {}  # by version just written, what this rank holds
@@ -103,14 +103,11 @@ class DiskReader:
         return self._ledger.dirty
 
     def invalidate(self) -> None:
-        """Say that the weights were lost or replaced: the next update begins at a full version.
-
-        Collective: no.
-        """
+        """Say that the weights were lost or replaced: the next update begins at a full version."""
         self._ledger, self._held, self._served = EngineLedger(), None, ""
 
     def latest(self) -> int | None:
-        """The newest version that exists in the folder now, None where there is none. Collective: no."""
+        """The newest version that exists in the folder now, None where there is none."""
         catalogue = Catalogue(self._folder)
         return next((v for v in reversed(catalogue.versions) if catalogue.get(v) is not None), None)
 
@@ -166,7 +163,7 @@ class DiskReader:
         )
 
     def close(self) -> None:
-        """Leave; the weights stay as they are. Collective: no."""
+        """Leave; the weights stay as they are."""
         self._lease.end()
         self._peers.close()
 
@@ -206,7 +203,7 @@ class DiskReader:
         """Go to `tip` with all ranks. Returns ids of versions that turned out unusable; then ranks differ."""
         links: Sequence[Manifest] = ()
         held: dict[str, Any] = {}
-        staged: list[Staged] = []
+        staged = Staged()
         word = Word(phase="stage")
         try:
             links = self._links(tip, refused)
@@ -269,30 +266,38 @@ class DiskReader:
         """What this rank holds, where a full version comes next: it may hold that already."""
         if self._held is None or not links or links[0].kind is not Kind.FULL:
             return {}
-        return {links[0].id: dump_sums(sums_of(links[0], self._view.tensors(), ()))}
+        return {links[0].id: dump_sums(sums_of(links[0], self._bound(links[0]), ()))}
 
-    def _stage(self, link: Manifest, skip: Collection[str] = ()) -> list[Staged]:
+    def _stage(self, link: Manifest, skip: Collection[str] = ()) -> Staged:
         self._on_phase("stage")
         return stage(
             self._folder,
             link,
-            self._view.tensors(),
+            self._bound(link),
             workers=self._settings.read_workers,
             skip=skip,
             on_read=self._note_read,
         )
 
+    def _bound(self, link: Manifest) -> Live:
+        """The live tensors, by their places in a version."""
+        tensors = self._view.tensors()
+        if self._live is None or not self._live.fits(link, tensors):
+            self._live = Live(link, tensors)
+        return self._live
+
     def _note_read(self, num_bytes: int) -> None:
         self._lease.renew()
         self._bytes_read += num_bytes
 
-    def _write(self, link: Manifest, staged: Sequence[Staged]) -> None:
+    def _write(self, link: Manifest, staged: Staged) -> None:
         """Write one version that was staged completely; dirty until it ended."""
         self._ledger, self._held = self._ledger.touch(), None
         self._on_phase("apply")
-        self._num_written += write(staged)
+        live = self._bound(link)
+        self._num_written += write(live, staged)
         self._view.synchronize()
-        self._sums[link.id] = sums_of(link, self._view.tensors(), staged)
+        self._sums[link.id] = sums_of(link, live, staged.pieces())
         self._ledger, self._held = self._ledger.commit(link.run_id, link.version), link
 
     def _blame(self, phase: str, link: Manifest, error: Exception) -> Word:

@@ -10,7 +10,7 @@ import xxhash
 from awex_delta.folder.apply import runs
 from awex_delta.folder.chain import Catalogue, find_chain
 from awex_delta.folder.folder import Folder, version_name
-from awex_delta.folder.manifest import FileEntry, Manifest, checksum
+from awex_delta.folder.manifest import WHOLE, FileEntry, Manifest, checksum
 from awex_delta.protocol.verdict import Reason
 
 
@@ -117,16 +117,21 @@ def _state(
         size=manifest.size,
         changed=manifest.changed,
         owned=manifest.owned,
-        encodings=tuple(sorted({entry.encoding for entry in manifest.tensors})),
+        encodings=_encodings(manifest),
         num_files=len(manifest.files),
-        num_tensors=len({entry.name for entry in manifest.tensors}),
+        num_tensors=len(manifest.hf.names),
         reachable=reachable,
         problems=problems,
     )
 
 
+def _encodings(manifest: Manifest) -> tuple[str, ...]:
+    found = {body.encoding for line in manifest.lines for body in line.bodies}
+    return tuple(sorted(found | ({WHOLE} if manifest.tensors else set())))
+
+
 def _verify(folder: Folder, manifest: Manifest, file: FileEntry) -> list[str]:
-    """What is wrong with one file; of a damaged one, which tensors."""
+    """What is wrong with one file; of a damaged one, which of the things that it holds."""
     name = f"{version_name(manifest.version)}/{file.name}"
     try:
         whole = xxhash.xxh3_64()
@@ -134,17 +139,17 @@ def _verify(folder: Folder, manifest: Manifest, file: FileEntry) -> list[str]:
             whole.update(piece)
         if whole.hexdigest() == file.xxh3:
             return []
-        return [f"{name} is damaged: {_damaged_tensors(folder, manifest, file, name)}"]
+        return [f"{name} is damaged: {_damaged_parts(folder, manifest, file, name)}"]
     except FileNotFoundError:
         return [f"{name} is gone"]
 
 
-def _damaged_tensors(folder: Folder, manifest: Manifest, file: FileEntry, name: str) -> str:
-    entries = [entry for entry in manifest.tensors if entry.file == file.name]
+def _damaged_parts(folder: Folder, manifest: Manifest, file: FileEntry, name: str) -> str:
+    entries = [one for one in manifest.stored if one.file == file.name]
     damaged = []
     for run in runs(entries):
         blob = folder.read(name, run[0].offset, run[-1].offset + run[-1].size)
         for entry in run:
             body = blob[entry.offset - run[0].offset :][: entry.size]
-            damaged += [entry.name] if checksum([body]) != entry.xxh3 else []
+            damaged += [entry.key] if checksum([body]) != entry.xxh3 else []
     return ", ".join(damaged) or "outside of its tensors"

@@ -4,27 +4,39 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
 
 from awex_delta.detection.slices import Detection
 from awex_delta.errors import UpdateAborted
+from awex_delta.folder.chain import foreign_version
 from awex_delta.folder.claim import Claim
 from awex_delta.folder.collect import Taken, bring_together, take_weights
-from awex_delta.folder.content import Digests, of_changes, of_items, to_text
+from awex_delta.folder.content import Digests, Sums, of_tensors, to_text
 from awex_delta.folder.folder import Folder, Step, ignore_step
-from awex_delta.folder.layout import (
-    FOLDER_SEAT,
-    WholeTensor,
-    assign_writers,
-    tied_names,
-    with_folder,
+from awex_delta.folder.layout import FolderPlan, plan_folder
+from awex_delta.folder.manifest import HfSpace
+from awex_delta.folder.pack import (
+    Line,
+    PackedFile,
+    file_name,
+    pack_boxes,
+    pack_line,
+    pack_lines,
+    pack_tensors,
 )
-from awex_delta.folder.pack import PackedFile, delta_items, file_name, pack_file
 from awex_delta.folder.publish import Job, Publisher, Ranks, Writing
+from awex_delta.lines.boxes import BoxMap
+from awex_delta.lines.ends import LineEnd
+from awex_delta.plan.pairs import Pair
+from awex_delta.plan.rank import Plan
+from awex_delta.plan.world import World
 from awex_delta.protocol.agreement import Decision
 from awex_delta.protocol.ledger import check_version
+from awex_delta.protocol.outgoing import Outgoing
 from awex_delta.protocol.rendezvous import Rendezvous
 from awex_delta.protocol.session import Stopwatch, in_step
 from awex_delta.protocol.stats import UpdateStats
@@ -34,8 +46,18 @@ from awex_delta.protocol.verify import Scope, scope_of
 from awex_delta.settings.agreed import DeltaSettings
 from awex_delta.trainers.view import TrainerView
 from awex_delta.wire.choice import cheapest
+from awex_delta.wire.pieces import blocks
+from awex_delta.wire.registry import codecs_for
+from awex_delta.wire.spans import Span
 
 logger = logging.getLogger(__name__)
+
+
+class _Table(NamedTuple):
+    """Where a line leads to in the folder. packed: the same as bytes."""
+
+    map: BoxMap
+    packed: torch.Tensor
 
 
 class DiskWriter(TrainerEnd):
@@ -77,8 +99,6 @@ class DiskWriter(TrainerEnd):
 
         Raises:
             ConfigError: the URL cannot be opened, or the rank is not allowed.
-
-        Collective: no.
         """
         super().__init__(
             view,
@@ -87,15 +107,18 @@ class DiskWriter(TrainerEnd):
             # The schedule between ranks is not used here, so any number of them will do.
             replace(settings, allow_any_world_size=True),
             on_phase=on_phase,
-            complete=with_folder,
-            plan_seat=FOLDER_SEAT + 1 + trainer_rank,
+            plan=self._plan_folder,
         )
         self._extra = dict(extra_files or {})
         ranks = Ranks(rendezvous, trainer_rank, settings.timeout_seconds)
         folder = Folder(settings.disk_url, options)
         self._claim = Claim(folder, settings.timeout_seconds / 3)  # the other ranks wait meanwhile
         self._publisher = Publisher(folder, ranks, settings.keep_anchors, on_step, self._claim.check)
-        self._wholes: tuple[WholeTensor, ...] = ()
+        self._folder = folder
+        self._is_ours = False  # no other release has written there
+        self._codecs = codecs_for(settings.encoding)  # who reads is not known, so none that `auto` may add
+        self._planned: FolderPlan | None = None  # what all trainers together write, as of the last connect
+        self._tables: dict[int, _Table] = {}  # by line
         self._writing: Writing | None = None
         self._unreported = ""  # why the last version does not exist, until all ranks were told
 
@@ -136,7 +159,7 @@ class DiskWriter(TrainerEnd):
         watch.lap("wait")
         try:
             with in_step(self._session.comm):
-                self._join(f"version {version}")
+                outgoing = self._join(f"version {version}")
                 watch.lap("connect")
                 detection = self._detect(version)
                 watch.lap("detect")
@@ -145,7 +168,10 @@ class DiskWriter(TrainerEnd):
                 self._session.agree("the version before", failure)
                 self._session.agree("claim the folder", self._claim_folder())
                 watch.lap("propose")
-                stats, job = self._pack(decision, detection, watch)
+                try:
+                    stats, job = self._pack(decision, detection, outgoing, watch)
+                finally:
+                    outgoing.release()
         except BaseException:
             self._ledger = self._ledger.abort()
             raise
@@ -161,8 +187,6 @@ class DiskWriter(TrainerEnd):
 
         Raises:
             UpdateAborted: it could not be written; the next one is full.
-
-        Collective: no.
         """
         self._finish()
         failure, self._unreported = self._unreported, ""
@@ -170,7 +194,7 @@ class DiskWriter(TrainerEnd):
             raise UpdateAborted(failure)
 
     def close(self) -> None:
-        """Finish writing and leave. Raises what `wait` raises. Collective: no."""
+        """Finish writing and leave. Raises what `wait` raises."""
         try:
             self.wait()
         finally:
@@ -182,6 +206,9 @@ class DiskWriter(TrainerEnd):
         if self._rank:
             return ""
         problem, failure = self._session.attempt(None, lambda: self._claim.take(self.run_id))
+        if not (problem or failure) and not self._is_ours:
+            problem, failure = self._session.attempt(None, lambda: foreign_version(self._folder))
+            self._is_ours = not (problem or failure)
         return problem or failure
 
     def _finish(self) -> None:
@@ -196,12 +223,17 @@ class DiskWriter(TrainerEnd):
         else:
             self._ledger = self._ledger.commit(writing.version, writing.kind)
 
-    def _join(self, purpose: str) -> bool:
-        """Bind who writes which tensor, too."""
-        joined = super()._join(purpose)
-        if joined:
-            self._wholes = assign_writers(self._session.world, self._session.plan)
-        return joined
+    def _plan_folder(self, world: World) -> Plan:
+        """This rank's lines to the folder."""
+        self._planned, self._tables = plan_folder(world, self._rank), {}
+        return self._planned.plan
+
+    @property
+    def _met(self) -> FolderPlan:
+        """The plan, once connected."""
+        if self._planned is None:
+            raise RuntimeError("not connected")
+        return self._planned
 
     def _detect(self, version: int) -> Detection:
         """As of every trainer; a folder of full versions gets no deltas."""
@@ -209,14 +241,18 @@ class DiskWriter(TrainerEnd):
             return Detection(reason=Reason.DELTA_DISABLED)
         return super()._detect(version)
 
-    def _pack(self, decision: Decision, detection: Detection, watch: Stopwatch) -> tuple[UpdateStats, Job]:
+    def _pack(
+        self, decision: Decision, detection: Detection, outgoing: Outgoing, watch: Stopwatch
+    ) -> tuple[UpdateStats, Job]:
         """Take from the live weights what the version needs, and agree that all ranks did."""
         kind, failure = decision.verdict.kind, ""
         if kind is Kind.FULL or self._shares_whole:
             _, failure = self._session.attempt(None, self._view.gather_params)
         scope = scope_of(self._settings, decision)
         if kind is Kind.DELTA:
-            packed, here = self._session.attempt("encode", lambda: self._pack_delta(detection, scope))
+            packed, here = self._session.attempt(
+                "encode", lambda: self._pack_delta(outgoing, detection, scope)
+            )
         else:
             detection = Detection()
             taken, here = self._session.attempt("prepare", self._take_weights)
@@ -226,7 +262,7 @@ class DiskWriter(TrainerEnd):
         mine = {
             "token": random.getrandbits(62),  # rank 0's names this attempt
             "bytes": file.file.size if file else 0,
-            "elements": sum(entry.count for entry in file.entries) if file else 0,
+            "elements": file.num_elements if file else 0,
             "changed": detection.num_changed,
             "owned": detection.num_owned,
         }
@@ -246,36 +282,61 @@ class DiskWriter(TrainerEnd):
                 "reason": decision.verdict.reason.name,
                 "changed": stats.total_changed,
                 "owned": stats.total_owned,
-                "tied": tied_names(self._session.world),
+                "tied": dict(self._met.tied),
+                "space": self._met.space if is_delta else HfSpace(),
                 "scope": scope.value,
             },
             extra=self._extra if self._rank == 0 and not is_delta else {},
         )
         return stats, job
 
-    def _pack_delta(self, detection: Detection, scope: Scope) -> tuple[PackedFile | None, Digests]:
+    def _pack_delta(
+        self, outgoing: Outgoing, detection: Detection, scope: Scope
+    ) -> tuple[PackedFile | None, Digests]:
         share = detection.num_changed / detection.num_owned if detection.num_owned else 0.0
-        codec = cheapest(self._session.codecs, share, self._publisher.bytes_per_second)
-        router, seat = self._router, self._plan_seat
-        shapes = {whole.name: whole.shape for whole in self._wholes}
-        stored = [
-            pair
-            for (receiver, dtype), changes in router.frames(detection, codec).items()
-            for pair in zip(self._session.plan.between(seat, receiver, dtype), changes, strict=True)
-        ]
-        items = delta_items(stored, shapes, codec)
-        packed = pack_file(self._file_name("delta"), items) if items else None
-        if scope is Scope.OFF:
-            return packed, {}
-        return packed, of_changes(router.owned() if scope is Scope.FULL else stored, shapes)
+        codec = cheapest(self._codecs, share, self._publisher.bytes_per_second)
+        lines, sums = list[Line](), Sums(self._met.space)
+        for key, changes in outgoing.changes(detection.changes).items():
+            pair, end = outgoing.pairs[key], outgoing.ends[key]
+            if scope is Scope.FULL:
+                sums.add(self._table(pair).map, _all_of(end, pair))
+            if not changes.num_changed and not pair.whole:
+                continue
+            line = pack_line(
+                changes,
+                codec,
+                pair.dtype,
+                self._table(pair).packed,
+                end.read,
+                numel=pair.numel,
+                whole=pair.whole,
+                bucket_bytes=self._settings.bucket_bytes,
+            )
+            lines.append(line)
+            if scope is Scope.TOUCHED:
+                sums.add(self._table(pair).map, line.sent(changes))
+        packed = pack_lines(self._file_name("delta"), lines) if lines else None
+        return packed, sums.digests()
+
+    def _table(self, pair: Pair) -> _Table:
+        """Where a line leads to in the folder: the same until the next connect."""
+        if pair.digest not in self._tables:
+            self._tables[pair.digest] = _Table(map=BoxMap(pair.stored), packed=pack_boxes(pair.stored))
+        return self._tables[pair.digest]
 
     def _take_weights(self) -> Taken:
-        return take_weights(self._view, self._routes, self._wholes, self._rank)
+        return take_weights(self._view, self._routes, self._met.wholes, self._rank)
 
     def _pack_full(self, taken: Taken, scope: Scope) -> tuple[PackedFile | None, Digests]:
-        items = bring_together(self._comm, taken, self._wholes, self._rank)
-        digests = {} if scope is Scope.OFF else of_items(items)
-        return (pack_file(self._file_name("model"), items) if items else None), digests
+        tensors = bring_together(self._comm, taken, self._met.wholes, self._rank)
+        digests = {} if scope is Scope.OFF else of_tensors(tensors)
+        return (pack_tensors(self._file_name("model"), tensors) if tensors else None), digests
 
     def _file_name(self, stem: str) -> str:
         return file_name(stem, self._rank, self._comm.rendezvous.num_trainer_ranks)
+
+
+def _all_of(end: LineEnd, pair: Pair) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """All elements of a line, in its order."""
+    for start, values in blocks(end.read, Span(0, pair.numel)):
+        yield torch.arange(start, start + values.numel()), values

@@ -43,8 +43,6 @@ def trainer_side(
 
     Raises:
         UnsupportedError: the objects are of no known kind.
-
-    Collective: no.
     """
     if isinstance(trained, Sender):
         return _trainer("Sender", lambda _: SenderEnd(trained), brings_meeting=True, num_pairs=1)
@@ -80,9 +78,7 @@ def engine_side(engine: Any, *, num_ranks: int | None = None) -> Side:
 
     Raises:
         UnsupportedError: the object is of no known kind.
-        ConfigError: `num_ranks` is missing, or given where it is known.
-
-    Collective: no.
+        ConfigError: `num_ranks` is missing, or given although it is known.
     """
     if isinstance(engine, VllmDriver):
         if num_ranks is None or num_ranks < 1:

@@ -13,7 +13,7 @@ Value = TypeVar("Value")
 
 
 class SidesFailed(Exception):
-    """Some sides did not do what they were asked. said: by URL. status: of the gateway's answer."""
+    """Some sides did not do what they were asked. said: why, by URL. status: HTTP status of the answer."""
 
     def __init__(self, begin: str, said: Mapping[str, str], *, status: int = 502) -> None:
         told = "; ".join(f"{url} {text[:400]}" for url, text in list(said.items())[:4])
@@ -23,7 +23,7 @@ class SidesFailed(Exception):
 
 
 def all_of(answers: Mapping[str, Value | SideFailure], otherwise: str) -> dict[str, Value]:
-    """The answers, where every side gave one.
+    """The answers, if every side gave one.
 
     Raises:
         SidesFailed: begins with `otherwise`.

@@ -71,10 +71,10 @@ class Gateway:
         return self._pairs[name]
 
     def admit(self, request: ConnectRequest) -> Pair:
-        """The pair that a request names, made where it is new.
+        """The pair that a request names; it is made if it is new.
 
         Raises:
-            Rejection: 422 where its settings cannot work, 409 where too many pairs are in use.
+            Rejection: 422 if its settings cannot work, 409 if too many pairs are in use.
         """
         try:
             _check_config(request.config)
@@ -86,7 +86,7 @@ class Gateway:
         return self._pairs[request.pair]
 
     def _make_room(self) -> None:
-        """Forget the pair that has been disconnected for longest, where there are as many as may be."""
+        """Forget the pair that has been disconnected for longest, if there are as many pairs as allowed."""
         if len(self._pairs) < MAX_PAIRS:
             return
         left = [name for name, pair in self._pairs.items() if pair.record.state is PairState.DISCONNECTED]
@@ -123,7 +123,7 @@ def create_app(
 
     Args:
         token: what callers must show. None lets everybody in who reaches the port.
-        side_token: what the gateway shows to sides; `token` where it is None.
+        side_token: what the gateway shows to sides; `token` if it is None.
         meeting_host: address of this machine where the ranks of a pair meet; all sides must reach it.
         meeting_port: the port there; 0 picks a free one.
         update_seconds: longest wait for all sides in one update or connect.
@@ -131,8 +131,6 @@ def create_app(
 
     Raises:
         ConfigError: the token is easily guessed.
-
-    Collective: no.
     """
     check_token(token)
     check_token(side_token)

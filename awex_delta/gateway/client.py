@@ -26,7 +26,7 @@ Model = TypeVar("Model", bound=BaseModel)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SideFailure:
-    """One side did not do what it was asked. status: None where it did not answer at all."""
+    """One side did not do what it was asked. status: None if it did not answer at all."""
 
     status: int | None
     text: str

@@ -50,7 +50,7 @@ def guarded(token: str | None, max_body_bytes: int = MAX_BODY_BYTES) -> type[API
     """A class of routes that ask for a token, limit the body, and answer with a `Problem`.
 
     Args:
-        token: None where everybody may call.
+        token: None if everybody may call.
         max_body_bytes: the longest body.
 
     Raises:

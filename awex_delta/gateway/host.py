@@ -2,7 +2,7 @@
 
 Updates block, for seconds, and they enter collectives that two threads of one rank must never mix. So one
 thread does all the work of a side, one call at a time, while the loop answers `state` and whatever else the
-process serves. A call runs to its end even where the caller went away.
+process serves. A call runs to its end even if its caller has gone away.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Slot:
 
 
 async def to_its_end(call: Coroutine[Any, Any, Value]) -> Value:
-    """Await a call of a `SideHost` in a task of its own: what it did is noted whoever still listens."""
+    """Await a call of a `SideHost` in a task of its own: what it did is noted even if nobody listens."""
     return await asyncio.shield(asyncio.ensure_future(call))
 
 
@@ -128,7 +128,7 @@ class SideHost:
             raise _conflict(f"this side serves {len(others)} pairs already")
         loop = asyncio.get_running_loop()
         end = await self._run(f"connect of pair {call.pair}", lambda: _join(self._side, _order(call, loop)))
-        # What a pair that was left held is of no account once another one may write.
+        # Once another pair may write, nobody can rely on what a pair that was left held.
         kept = {name: slot for name, slot in self._slots.items() if slot.connected}
         self._slots = {**kept, call.pair: Slot(connection=call.connection, end=end, connected=True)}
         return SideAnswer(pair=self._slots[call.pair].view())
@@ -168,7 +168,7 @@ class SideHost:
         return SideAnswer(pair=slot.view())
 
     async def disconnect(self, call: Attempt) -> SideAnswer:
-        """Leave a pair; what the side holds stays. Again, it changes nothing. Raises Rejection."""
+        """Leave a pair; the side keeps its weights. The same call again changes nothing. Raises Rejection."""
         slot = self._slots.get(call.pair)
         if slot is None:
             raise _conflict(f"pair {call.pair} was never connected here")

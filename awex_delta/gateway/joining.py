@@ -48,7 +48,7 @@ class StoreHost:
 
 
 def join_problem(request: ConnectRequest, states: Mapping[str, SideState]) -> dict[str, str]:
-    """Why sides cannot form the pair, by URL; empty where they can. Pure.
+    """Why sides cannot form the pair, by URL; empty if they can.
 
     Args:
         request: the pair.

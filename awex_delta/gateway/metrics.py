@@ -76,7 +76,7 @@ class Metrics:
         self._show(pair, dict.fromkeys(engines, 0))
 
     def _show(self, pair: str, ready: Mapping[str, int]) -> None:
-        """All engines of a pair; one that is no longer among them is no longer shown."""
+        """Show all engines of a pair, and none that is no longer among them."""
         for url in self._last_labels(self._ready, pair) - ready.keys():
             self._ready.remove(pair, url)
             self._series[pair].remove((self._ready, (url,)))
@@ -84,7 +84,7 @@ class Metrics:
             self._of(self._ready, pair, url).set(value)
 
     def forget(self, pair: str) -> None:
-        """Show nothing of a pair any more."""
+        """Show a pair no longer."""
         for family, labels in self._series.pop(pair, ()):
             family.remove(pair, *labels)
 

@@ -55,10 +55,10 @@ Version = Annotated[int, Field(ge=0, lt=2**63, strict=True)]
 Count = Annotated[int, Field(ge=1, le=1 << 20, strict=True)]
 Index = Annotated[int, Field(ge=0, le=1 << 20, strict=True)]
 Amount = Annotated[int, Field(ge=0, lt=2**63)]
-"""Of bytes or elements, as a side counted them."""
+"""A number of bytes or elements, as a side counted them."""
 Seconds = Annotated[float, Field(ge=0, lt=1e9)]
 Word = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9 _.-]{1,64}$")]
-"""What a side may make a label of."""
+"""Text that a side may have shown as a label."""
 Sentence = Annotated[str, StringConstraints(max_length=MAX_SENTENCE_CHARS)]
 Life = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
 """Identity of one connection of a pair."""
@@ -145,9 +145,9 @@ class EngineReadiness(BaseModel):
     ready: bool
     """Its weights are exactly the pair's committed version."""
     version: int | None
-    """The version that it holds; None where it never had a full sync in this pair."""
+    """The version that it holds; None if it never had a full sync in this pair."""
     why: str
-    """Why it is not ready; empty where it is."""
+    """Why it is not ready; empty if it is ready."""
 
 
 class UpdateAnswer(BaseModel):
@@ -165,11 +165,11 @@ class UpdateAnswer(BaseModel):
     full_bytes: int
     """Payload of a full sync."""
     changed_share: float | None
-    """Share of the owned elements that were sent as changed; None where nothing was detected."""
+    """Share of the owned elements that were sent as changed; None if nothing was detected."""
     seconds: float
-    """Of the slowest trainer rank."""
+    """Seconds that the slowest trainer rank took."""
     phases: dict[str, float]
-    """Seconds by phase, of the slowest trainer rank in each."""
+    """Seconds by phase, each as the slowest trainer rank in it took them."""
 
 
 class PairAnswer(BaseModel):
@@ -182,7 +182,7 @@ class PairAnswer(BaseModel):
     last_update: UpdateAnswer | None
     """The last one that committed; kept when the pair disconnects."""
     failure: str
-    """Why the last request failed; empty where it did not."""
+    """Why the last request failed; empty if it did not."""
     trainers: tuple[str, ...]
     engines: tuple[EngineReadiness, ...]
     ready: bool
@@ -205,6 +205,6 @@ class Problem(BaseModel):
     detail: str
     """What is wrong, where, and what to do."""
     state: PairState | None = None
-    """Of the pair, where there is one."""
+    """The state of the pair, if there is one."""
     sides: dict[str, str] = Field(default_factory=dict)
     """What each side that failed said, by URL."""

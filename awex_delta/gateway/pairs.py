@@ -56,10 +56,10 @@ class Record:
 
     request: its sides and settings.
     since: when it came into its state, on a clock that never goes back.
-    connection: the identity that its sides were told; empty where there is none.
-    version: committed since it connected.
+    connection: the identity that its sides were told; empty if there is none.
+    version: the last one committed since it connected.
     last_update: the last one that committed, in any connection.
-    attempt: of the last update that was begun.
+    attempt: number of the last update that was begun.
     failure: why the last request failed.
     """
 
@@ -74,7 +74,7 @@ class Record:
 
     @property
     def urls(self) -> tuple[str, ...]:
-        """Of all sides, trainers first."""
+        """The URLs of all sides, trainers first."""
         return (*self.request.trainers, *self.request.engines)
 
 
@@ -85,7 +85,7 @@ class Services:
     sides: how sides are asked.
     stores: hosts the store in which sides meet.
     metrics: where updates are counted.
-    locks: one a URL, as long as somebody holds it: a side does one thing at a time, in whatever pair.
+    locks: one for each URL while somebody holds it, since a side does one thing at a time, in whatever pair.
     update_seconds: longest wait for all sides in one update or connect.
     """
 
@@ -100,7 +100,7 @@ class Pair:
     """One pair. Its methods are coroutines of one loop; each moves the state before it first waits."""
 
     def __init__(self, request: ConnectRequest, services: Services) -> None:
-        """Know of a pair; nothing is asked yet."""
+        """Note a pair; no side is asked yet."""
         self._services = services
         self._record = Record(request=request)
         self._work: asyncio.Task[None] | None = None
@@ -116,7 +116,7 @@ class Pair:
         """Let all sides meet, unless they hold this connection already.
 
         Raises:
-            Rejection: 409 where the state forbids it or sides are taken, 502 where sides failed.
+            Rejection: 409 if the state forbids it or sides are taken, 502 if sides failed.
         """
         record = self._record
         if record.state is not PairState.DISCONNECTED and request != record.request:
@@ -132,7 +132,7 @@ class Pair:
         """Bring every engine to the trainer's weights. A committed version gets its answer again.
 
         Raises:
-            Rejection: 409 where the state or the order forbids it, 502 where sides failed.
+            Rejection: 409 if the state or the order forbids it, 502 if sides failed.
         """
         record = self._record
         try:
@@ -148,7 +148,7 @@ class Pair:
         """Let all sides leave. A side that does not answer has left.
 
         Raises:
-            Rejection: 409 where the state forbids it, 502 where a side is busy.
+            Rejection: 409 if the state forbids it, 502 if a side is busy.
         """
         self._begin(Event.DISCONNECT)
         await self._to_its_end("disconnect", self._disconnect)
@@ -176,7 +176,7 @@ class Pair:
         )
 
     async def _engine_states(self) -> Mapping[str, SideState | SideFailure]:
-        """What engines say. Of many who look at once, one asks: nobody needs a token to look."""
+        """What engines say. They are asked once for all who look at the same time: looking needs no token."""
         record = self._record
         if self._look is None or self._look[0] is not record or self._look[1].done():
             asking = self._services.sides.states(record.request.engines, seconds=_STATE_SECONDS)
@@ -184,7 +184,7 @@ class Pair:
         return await asyncio.shield(self._look[1])
 
     def forget(self) -> None:
-        """Take a pair that is disconnected out of the metrics, for ever."""
+        """Take a disconnected pair out of the metrics for good."""
         self._forgotten = True
         self._services.metrics.forget(self._record.request.pair)
 
@@ -204,7 +204,7 @@ class Pair:
         raise Rejection(409, Problem(error="conflict", detail=text, state=self._record.state))
 
     async def _to_its_end(self, verb: str, work: Callable[[], Awaitable[Value]]) -> Value:
-        """Run a verb in a task of its own, which ends as it should whoever still listens."""
+        """Run a verb in a task of its own, which ends as it should even if nobody listens."""
         outcome: asyncio.Future[Value] = asyncio.get_running_loop().create_future()
         self._work = asyncio.ensure_future(self._carry_out(verb, work, outcome))
         self._work.add_done_callback(_log_failure)

@@ -46,7 +46,7 @@ def trainer_router(
             * a `torch.nn.Module`, or a mapping of names to tensors (with `optimizer`, a
               `torch.optim.AdamW`, and `masters`)
             * a `TrainerView`
-            * a `Sender`, or a mapping of pair names to Senders, where one trainer serves several pairs
+            * a `Sender`, or a mapping of pair names to Senders, if one trainer serves several pairs
 
         optimizer: Megatron's, or torch's.
         token: what the gateway must show. None lets everybody in who reaches the port.
@@ -59,7 +59,7 @@ def trainer_router(
         UnsupportedError: the objects are none of these; names their types.
         ConfigError: the token is easily guessed.
 
-    Collective: no. Every trainer rank mounts its own.
+    Every trainer rank mounts its own.
     """
     side = trainer_side(trained, optimizer, hf_config=hf_config, masters=masters, router_dtype=router_dtype)
     return side_router(side, token=token, prefix=prefix)
@@ -86,8 +86,6 @@ def engine_router(
     Raises:
         UnsupportedError: the object is none of these; names its type.
         ConfigError: the token is easily guessed, or `num_ranks` is missing.
-
-    Collective: no.
     """
     return side_router(engine_side(engine, num_ranks=num_ranks), token=token, prefix=prefix)
 
@@ -99,9 +97,7 @@ def side_router(side: Side, *, token: str | None, prefix: str = "", tags: Sequen
         side: what stands behind it.
         token: what the gateway must show; None for nothing.
         prefix: before every path.
-        tags: in the OpenAPI document; the role where there are none.
-
-    Collective: no.
+        tags: in the OpenAPI document; the role if there are none.
     """
     host = SideHost(side)
 

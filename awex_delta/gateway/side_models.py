@@ -105,14 +105,14 @@ class SideAnswer(BaseModel):
 
     pair: PairOnSide
     counts: Counts | None = None
-    """Of an update; None where this side cannot tell whether it was committed, or does not count."""
+    """What an update did; None if this side cannot tell whether it was committed, or does not count."""
 
 
 class SideState(BaseModel):
     """Who a side is, and what it does."""
 
     id: Life | None = None
-    """Of this life of the side, by which it is known under several URLs; None where it does not say."""
+    """Names this process's side, which may have several URLs; None if it does not say."""
     role: Literal["trainer", "engine"]
     kind: Annotated[str, StringConstraints(max_length=256)]
     num_ranks: Count
@@ -121,5 +121,5 @@ class SideState(BaseModel):
     brings_meeting: bool
     """It was made with a `Rendezvous` of its own."""
     busy: Annotated[str, StringConstraints(max_length=256)]
-    """What it does now, such as "update_weights of pair a"; empty where it is idle."""
+    """What it does now, such as "update_weights of pair a"; empty if it is idle."""
     pairs: dict[Name, PairOnSide]

@@ -34,7 +34,7 @@ class Order:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holding:
-    """What one side holds of a pair. why: why it is not ready; empty where it is."""
+    """What one side holds of a pair. why: why it is not ready; empty if it is."""
 
     version: int | None
     why: str
@@ -47,10 +47,10 @@ class End(Protocol):
         """Meet the other side."""
 
     def update_weights(self, version: int) -> UpdateStats | None:
-        """Take part in one update. None where this side cannot tell whether it was committed."""
+        """Take part in one update. None if this side cannot tell whether it was committed."""
 
     def publish(self, version: int) -> None:
-        """The trainer has committed `version`: say so, where `update_weights` could not."""
+        """The trainer has committed `version`: say so, if `update_weights` could not."""
 
     def holding(self) -> Holding:
         """What it holds now; called from any thread."""
@@ -64,11 +64,11 @@ class Side:
     """What a router serves.
 
     role, kind: "trainer" or "engine", and what stands behind it.
-    num_ranks: ranks of it that take part in an update.
+    num_ranks: how many of its ranks take part in an update.
     brings_meeting: its ends were made with a `Rendezvous` of their own, so the gateway's is not used.
     num_pairs: how many pairs it can be in at once; None for any number.
     open: makes this side's end of a pair; opens nothing.
-    view: gives the live weights, where an engine has them in this process; None where it has not.
+    view: gives the live weights; None if they are not in this process.
     """
 
     role: Role
@@ -152,7 +152,7 @@ class VllmEnd:
         self._driver.connect(self._joining.model_dump(mode="json"))
 
     def update_weights(self, version: int) -> None:
-        """See `End.update_weights`. vLLM raises where a worker did not commit; counts stay in the workers."""
+        """See `End.update_weights`. vLLM raises if a worker did not commit; counts stay in the workers."""
         self._in_doubt = True
         self._driver.update_weights(version)
         self._version, self._in_doubt = version, False

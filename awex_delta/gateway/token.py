@@ -23,7 +23,7 @@ def check_token(token: str | None) -> None:
     """Refuse a token that is easily guessed, or that no header can carry.
 
     Args:
-        token: None where no token is asked for.
+        token: None if no token is asked for.
 
     Raises:
         ConfigError: it is short, or not printable ASCII without blanks. Does not show it.
@@ -43,7 +43,7 @@ def read_token(path: str | Path, *, create: bool = False) -> str:
 
     Args:
         path: of the file; blanks around the token are ignored.
-        create: write a new random token where there is no file, with mode 0600. Of several processes that
+        create: write a new random token if there is no file, with mode 0600. Of several processes that
             do so at once, all read the same token.
 
     Raises:

@@ -22,8 +22,6 @@ def ordered(value: torch.Tensor) -> torch.Tensor:
 
     Returns:
         int16, same shape.
-
-    Collective: no.
     """
     return _flip_negative(value.view(torch.int16))
 
@@ -36,8 +34,6 @@ def from_ordered(order: torch.Tensor) -> torch.Tensor:
 
     Returns:
         bf16, same shape.
-
-    Collective: no.
     """
     return _flip_negative(order).view(torch.bfloat16)
 
@@ -51,8 +47,6 @@ def step_code(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
 
     Returns:
         int8, same shape: 0 for equal bits, a step in ±1..±126, and -128 for every longer step.
-
-    Collective: no.
     """
     step = ordered(new).to(torch.int32) - ordered(old).to(torch.int32)
     return torch.where(step.abs() <= MAX_STEP, step, UNSTATED).to(torch.int8)
@@ -68,8 +62,6 @@ def apply_code(old: torch.Tensor, code: torch.Tensor) -> torch.Tensor:
 
     Returns:
         bf16, same shape.
-
-    Collective: no.
     """
     return from_ordered(ordered(old) + code.to(torch.int16))
 
@@ -84,8 +76,6 @@ def add_codes(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     Returns:
         int8, same shape: their sum where both are stated and the sum can be, else -128. A sum of 0 means
         that the element is certainly back where it was.
-
-    Collective: no.
     """
     total = first.to(torch.int16) + second
     stated = (first != UNSTATED) & (second != UNSTATED) & (total.abs() <= MAX_STEP)
@@ -103,8 +93,6 @@ def round_to_bf16(value: torch.Tensor) -> torch.Tensor:
 
     Returns:
         bf16, same shape.
-
-    Collective: no.
     """
     bits = value.view(torch.int32)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16

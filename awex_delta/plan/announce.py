@@ -8,10 +8,10 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 import xxhash
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, TypeAdapter, ValidationError
 
 from awex_delta.errors import ConnectError
-from awex_delta.plan.columns import Ints, pack, unpack
+from awex_delta.plan.columns import MAX_PACKED, Ints, pack, unpack
 from awex_delta.plan.describe import (
     EngineColumns,
     EngineSpec,
@@ -30,7 +30,7 @@ class _Header(BaseModel):
     agreed: dict[str, Any]
     context: bool
     layout: str = Field(pattern="^[0-9a-f]{32}$")
-    layout_bytes: Annotated[int, Field(ge=0)]
+    layout_bytes: Annotated[int, Field(ge=0, le=MAX_PACKED)]
 
 
 class _TrainerHeader(_Header):
@@ -40,7 +40,7 @@ class _TrainerHeader(_Header):
     rank_info: dict[str, int | str | bool]
     vocab_size: int
     tied_embeddings: bool
-    groups: tuple[tuple[int, ...], ...]
+    groups: tuple[tuple[NonNegativeInt, ...], ...]
 
 
 class _EngineHeader(_Header):

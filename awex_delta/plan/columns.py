@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,7 +19,21 @@ Shapes = tuple[tuple[int, ...], ...]
 MAX_BYTES = 1 << 31
 """The longest description, uncompressed. A model of a hundred thousand tensors needs a hundredth of it."""
 
+MAX_PACKED = 1 << 28
+"""The longest description, compressed."""
+
+_MAX_DIMS, _MAX_NUMEL = 8, 1 << 48  # of a tensor: beyond, sums of positions might not fit into int64
+
 _LEVEL = 3
+_UNREADABLE = (
+    zstandard.ZstdError,
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    RecursionError,
+    OverflowError,
+)
 
 
 def pack(header: Mapping[str, Any], numbers: Mapping[str, Ints], names: Mapping[str, Sequence[str]]) -> bytes:
@@ -48,15 +63,15 @@ def unpack(blob: bytes) -> tuple[dict[str, Any], dict[str, Ints], dict[str, tupl
         found = json.loads(head)
         names, numbers, start = {}, {}, 0
         for key, length in found["names"].items():
-            names[key] = _texts(json.loads(rest[start : start + length]))
+            names[key] = _texts(json.loads(rest[start : start + _size(length)]))
             start += length
         for key, size in found["numbers"].items():
-            numbers[key] = np.frombuffer(rest, np.int64, size, start).copy()
+            numbers[key] = np.frombuffer(rest, np.int64, _size(size), start).copy()
             start += 8 * size
         if start != len(rest):
             raise ConnectError(f"a description has {len(rest)} bytes, and its header speaks of {start}")
         return dict(found["header"]), numbers, names
-    except (zstandard.ZstdError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except _UNREADABLE as error:
         raise ConnectError(f"a description cannot be read: {error!r}") from error
 
 
@@ -69,7 +84,7 @@ def unpack_shapes(column: Ints) -> Shapes:
     """Undo `pack_shapes`.
 
     Raises:
-        ConnectError: a number is negative, or the column ends inside a shape.
+        ConnectError: a number is negative, the column ends inside a shape, or a tensor is beyond all bounds.
     """
     values, shapes, place = column.tolist(), list[tuple[int, ...]](), 0
     if values and min(values) < 0:
@@ -79,8 +94,16 @@ def unpack_shapes(column: Ints) -> Shapes:
         if end > len(values):
             raise ConnectError("a column of shapes ends inside a shape")
         shapes.append(tuple(values[place + 1 : end]))
+        if len(shapes[-1]) > _MAX_DIMS or math.prod(shapes[-1]) > _MAX_NUMEL:
+            raise ConnectError(f"a shape has {len(shapes[-1])} dimensions, or more than 2^48 elements")
         place = end
     return tuple(shapes)
+
+
+def _size(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ConnectError(f"a column has the size {value!r}")
+    return value
 
 
 def _texts(values: Any) -> tuple[str, ...]:

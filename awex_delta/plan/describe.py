@@ -70,6 +70,8 @@ class TrainerColumns:
         check_columns(
             numbers, names, {"numels", "params", "shapes", "sparse", "runs"}, {"keys", "names", "dtypes"}
         )
+        if numbers["runs"].size % 4:
+            raise ConnectError("a column of runs ends inside a run")
         found = cls(
             keys=names["keys"],
             numels=numbers["numels"],
@@ -78,9 +80,7 @@ class TrainerColumns:
             shapes=unpack_shapes(numbers["shapes"]),
             dtypes=names["dtypes"],
             sparse=numbers["sparse"].astype(bool),
-            runs=numbers["runs"].reshape(4, -1)
-            if numbers["runs"].size % 4 == 0
-            else np.zeros((4, 0), np.int64),
+            runs=numbers["runs"].reshape(4, -1),
         )
         found._check()
         return found
@@ -90,10 +90,11 @@ class TrainerColumns:
         fits = lengths == {len(self.names)} and len(self.keys) == self.numels.size
         output, src, dst, length = self.runs
         fits = fits and inside(self.params, len(self.keys)) and inside(output, len(self.names))
-        if fits and output.size:
+        fits = fits and bool((self.numels >= 0).all())
+        if fits and output.size:  # nothing is added up, which might overflow
             fits = bool((length > 0).all() and (src >= 0).all() and (dst >= 0).all())
-            fits = fits and bool((src + length <= self.numels[self.params[output]]).all())
-            fits = fits and bool((dst + length <= numels(self.shapes)[output]).all())
+            fits = fits and bool((src <= self.numels[self.params[output]] - length).all())
+            fits = fits and bool((dst <= numels(self.shapes)[output] - length).all())
         if not fits:
             raise ConnectError("the columns of a trainer's layout do not fit each other")
 

@@ -15,7 +15,7 @@ import xxhash
 
 from awex_delta.lines.boxes import Boxes
 from awex_delta.lines.space import Space
-from awex_delta.plan.columns import Ints, Shapes
+from awex_delta.plan.columns import Ints
 from awex_delta.plan.describe import (
     WIRE_DTYPES,
     EngineColumns,
@@ -108,12 +108,6 @@ def pairs_between(
         _pair(cut.take(dtypes[cut.overlap] == name), whole, WIRE_DTYPES[name], trainer, engine, num_engines)
         for name in sorted(set(dtypes[cut.overlap].tolist()))
     ]
-
-
-def _parts(offsets: Sequence[tuple[int, ...]], shapes: Shapes, index: Ints) -> tuple[Ints, Ints]:
-    """Offsets and shapes of some tensors, as `cut_overlaps` takes them. Both ends have equal dimensions."""
-    num_dims = max(map(len, offsets))
-    return padded(offsets, num_dims, 0), padded([shapes[place] for place in index.tolist()], num_dims, 1)
 
 
 def _served(

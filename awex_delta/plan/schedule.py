@@ -51,8 +51,6 @@ def meetings_of(rank: int, world_size: int, *, allow_any: bool = False) -> tuple
     Raises:
         ConfigError: the world is not a positive power of two and `allow_any` is off, or the rank is
             outside it.
-
-    Collective: no.
     """
     if world_size < 1 or not (allow_any or is_power_of_two(world_size)):
         raise ConfigError(

@@ -85,8 +85,6 @@ def find_preset(preset: str, folder: Path) -> Path:
 
     Raises:
         ConfigError: there is neither; names those that there are.
-
-    Collective: no.
     """
     beside = folder / f"{preset}.yaml"
     if beside.is_file():
@@ -110,8 +108,6 @@ def read_preset(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
 
     Raises:
         ConfigError: the file cannot be read or holds no sections, or an override is not of that form.
-
-    Collective: no.
     """
     try:
         data = _read(path.read_text(encoding="utf-8"))

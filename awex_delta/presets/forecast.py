@@ -129,7 +129,7 @@ class RunPlan:
 
 
 def count_parameters(shape: ModelShape) -> Counts:
-    """Count what the model holds. Collective: no."""
+    """Count what the model holds."""
     h, d, layers = shape.hidden_size, shape.head_dim, shape.num_hidden_layers
     queries, keys = shape.num_attention_heads * d, shape.num_key_value_heads * d
     attention = h * (queries + 2 * keys) + queries * h
@@ -150,8 +150,6 @@ def bytes_per_change(encoding: str, share: float) -> float:
     Args:
         encoding: a name of `weight_update_delta_encoding`; "auto" counts as `ulp_zstd`.
         share: of all elements that changed, above 0 and below 1.
-
-    Collective: no.
     """
     # A gap is one byte; one of 255 or more, which no change interrupts, takes two more.
     gap = 1 + 2 * (1 - share) ** 255
@@ -179,8 +177,6 @@ def plan_run(train: TrainEngineConfig, rollout: RolloutConfig, shape: ModelShape
     Raises:
         ConfigError: a setting cannot work, deltas are off, a side has more than `MAX_RANKS` ranks, or the
             model does not divide over the ranks.
-
-    Collective: no.
     """
     resolved = resolve(train, rollout)
     if resolved.topology is None:

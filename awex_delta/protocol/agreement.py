@@ -65,8 +65,6 @@ def decide(proposals: Sequence[Proposal], encodings: Sequence[str]) -> Decision:
 
     Raises:
         LockstepError: ranks were asked for different versions, or trainers belong to different runs.
-
-    Collective: no.
     """
     versions = {proposal.version for proposal in proposals}
     if len(versions) > 1:
@@ -111,8 +109,6 @@ def check_arrived(facts: Sequence[Mapping[str, int]]) -> None:
 
     Raises:
         UpdateAborted: on every rank alike, with both counts.
-
-    Collective: no.
     """
     sent = sum(fact.get("sent", 0) for fact in facts)
     applied = sum(fact.get("applied", 0) for fact in facts)

@@ -82,8 +82,6 @@ class Comm:
         Raises:
             PeerError: another rank already gave up this same purpose, so nobody would answer. Said
                 once; the next call finds the way to the new epoch.
-
-        Collective: no.
         """
         self.purpose = purpose
         current = self._read_epoch()
@@ -98,7 +96,7 @@ class Comm:
 
     def absent_engines(self) -> tuple[int, ...]:
         """Engine ranks that are neither connected with this rank nor waiting to be. Raises PeerError,
-        and ConnectError, where the store does not answer. Collective: no.
+        and ConnectError, where the store does not answer.
         """
         epoch = self._read_epoch()
         if self._group is not None and epoch == self.epoch:
@@ -146,7 +144,7 @@ class Comm:
     def abandon(self) -> None:
         """Give this epoch up after a failed wait: close the group, let all ranks meet in the next one.
 
-        Collective: no; peers that wait in the group fail at once.
+        Peers that wait in the group fail at once.
         """
         if self._store is not None and not self._store.broken and self._group is not None:
             with suppress(PeerError, ConnectError):  # a store that is gone cannot be told
@@ -155,7 +153,7 @@ class Comm:
         self._leave()
 
     def close(self) -> None:
-        """Leave for good. Peers that still wait here fail at once. Collective: no."""
+        """Leave for good. Peers that still wait here fail at once."""
         self.abandon()
         self._store = None
 
@@ -164,11 +162,10 @@ class Comm:
         self.gather(b"", width=8, phase=phase)
 
     def gather(self, row: bytes, *, width: int, phase: str) -> list[bytes]:
-        """Give one fixed-size row to every rank and get all rows, by transfer rank.
+        """Give one row to every rank and get all rows, by transfer rank.
 
         Args:
-            row: at most `width` - 4 bytes.
-            width: bytes of a row on the wire, the same on every rank.
+            row: at most `width` - 4 bytes; `width` is the same on every rank.
             phase: names the call in errors.
 
         Raises:
@@ -188,11 +185,7 @@ class Comm:
         return [blob[4 : 4 + int.from_bytes(blob[:4], "little")] for blob in blobs]
 
     def gather_bytes(self, blob: bytes, *, phase: str) -> list[bytes]:
-        """Give any bytes to every rank and get all, by transfer rank: sizes first, then the bytes.
-
-        Raises:
-            ConnectError: a rank announces more than `MAX_BYTES`.
-            PeerError: a rank did not arrive in time, or went away.
+        """As `gather`, of any length: sizes first, then the bytes. Raises ConnectError beyond `MAX_BYTES`.
 
         Collective: yes, over all transfer ranks.
         """
@@ -205,11 +198,7 @@ class Comm:
         return self.gather(blob, width=max(sizes) + 4, phase=phase)
 
     def gather_json(self, value: Any, *, phase: str) -> list[Any]:
-        """Give any JSON value to every rank and get all, by transfer rank.
-
-        Raises:
-            ConnectError: a rank announces more than `MAX_BYTES`, or sends what is no JSON.
-            PeerError: a rank did not arrive in time, or went away.
+        """As `gather_bytes`, of a JSON value. Raises ConnectError where a rank sends what is no JSON.
 
         Collective: yes, over all transfer ranks.
         """
@@ -217,16 +206,7 @@ class Comm:
         return [_parse_json(seat, blob) for seat, blob in enumerate(blobs)]
 
     def broadcast(self, blob: bytes, num_bytes: int, source: int, *, phase: str) -> bytes:
-        """Give the bytes of one rank to all.
-
-        Args:
-            blob: what this rank gives; used at `source` alone.
-            num_bytes: how many they are, the same on every rank.
-            source: transfer rank.
-            phase: names the call in errors.
-
-        Raises:
-            PeerError: a rank did not arrive in time, or went away.
+        """Give the `num_bytes` of `blob`, which only the rank `source` has to have, to all. Raises PeerError.
 
         Collective: yes, over all transfer ranks.
         """
@@ -237,10 +217,7 @@ class Comm:
         return bytes(buffer.numpy())
 
     def send(self, payload: torch.Tensor, peer: int, *, phase: str) -> None:
-        """Send a contiguous uint8 tensor whose size the peer knows. Raises PeerError.
-
-        Collective: no; `peer` must call `receive`.
-        """
+        """Send a contiguous uint8 tensor to `peer`, which calls `receive`. Raises PeerError."""
         self._wait(lambda group: dist.isend(payload, peer, group=group), phase, peer)
 
     def receive(self, num_bytes: int, peer: int, *, phase: str) -> torch.Tensor:
@@ -248,24 +225,18 @@ class Comm:
 
         The size must be agreed before: Gloo takes a short message for a long one without a word.
 
-        Collective: no; `peer` must call `send`.
+        `peer` must call `send`.
         """
         buffer = torch.empty(num_bytes, dtype=torch.uint8)
         self._wait(lambda group: dist.irecv(buffer, peer, group=group), phase, peer)
         return buffer
 
     def send_weights(self, tensors: dict[str, torch.Tensor], plan: TransferPlan, *, phase: str) -> None:
-        """AWEX's dense path, the sending half: every overlap of `plan`, whole. Raises PeerError.
-
-        Collective: no; the engine ranks of `plan` must call `receive_weights`.
-        """
+        """AWEX's dense path to the engine ranks of `plan`, which call `receive_weights`. Raises PeerError."""
         self._dense(lambda group: nccl_build_send_ops(tensors, plan, group, copy_rank=None)[0], (), phase)
 
     def receive_weights(self, tensors: dict[str, torch.Tensor], plan: TransferPlan, *, phase: str) -> None:
-        """AWEX's dense path, the receiving half: writes into `tensors` in place. Raises PeerError.
-
-        Collective: no; the trainer ranks of `plan` must call `send_weights`.
-        """
+        """AWEX's dense path, the receiving half: writes into `tensors` in place. Raises PeerError."""
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []
 
         def build(group: dist.ProcessGroup) -> list[dist.P2POp]:

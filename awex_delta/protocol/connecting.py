@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field, NonNegativeInt, TypeAdapter, ValidationError
 
 from awex_delta.errors import ConnectError, LayoutError, LockstepError, OwnershipError
 from awex_delta.plan.announce import Announced, announced, dump_failure, dump_spec, load_layout
@@ -16,6 +17,21 @@ from awex_delta.plan.rank import Plan
 from awex_delta.plan.world import World, make_world
 from awex_delta.protocol.comm import Comm
 
+_Name = Annotated[str, Field(pattern=f"^({'|'.join(WIRE_DTYPES)})$")]
+_Line = tuple[NonNegativeInt, _Name, NonNegativeInt, NonNegativeInt, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Word:
+    """What one rank says of its plan: its lines, and bytes of a full sync; or why it has none."""
+
+    lines: tuple[_Line, ...] = ()
+    bytes: int = 0
+    error: str = ""
+    text: str = ""
+
+
+_WORD = TypeAdapter(_Word)
 _CONNECT_ERRORS = {kind.__name__: kind for kind in (ConnectError, LayoutError, OwnershipError)}
 
 
@@ -59,16 +75,16 @@ def meet(
     """
     specs = _exchange(comm, describe)
     num_engines = comm.rendezvous.num_engine_ranks
-    word: dict[str, Any]
     plan = None
     try:
         world = make_world(specs, num_engines)
         plan = make_plan(world)
-        lines = [_told(peer, pair) for (peer, _), pair in plan.pairs.items()] if paired else []
-        word = {"lines": lines, "bytes": plan.dense_bytes if comm.seat < num_engines or not paired else 0}
+        lines = tuple(_told(peer, pair) for (peer, _), pair in plan.pairs.items()) if paired else ()
+        counts = comm.seat < num_engines or not paired
+        word = _Word(lines=lines, bytes=plan.dense_bytes if counts else 0)
     except Exception as error:  # noqa: BLE001 - all ranks must hear of it, and raise the same
-        word = {"error": type(error).__name__, "text": str(error)}
-    words = comm.gather_json(word, phase="plan")
+        word = _Word(error=type(error).__name__, text=str(error))
+    words = _words(comm, word)
     _raise_first(comm, words)
     if plan is None:
         raise LockstepError("this rank has no plan, and nobody was told why")
@@ -76,8 +92,8 @@ def meet(
         world=world,
         plan=plan,
         context=all(spec.context for spec in specs),
-        dtypes=tuple(WIRE_DTYPES[name] for name in sorted({line[1] for w in words for line in w["lines"]})),
-        full_bytes=sum(one["bytes"] for one in words),
+        dtypes=tuple(WIRE_DTYPES[name] for name in sorted({line[1] for one in words for line in one.lines})),
+        full_bytes=sum(one.bytes for one in words),
         limits=_compared(words, num_engines),
     )
 
@@ -102,7 +118,20 @@ def _exchange(comm: Comm, describe: Callable[[], Spec]) -> list[Spec]:
     return [one.complete(layouts) for one in ranks]
 
 
-def _raise_first(comm: Comm, words: Sequence[Mapping[str, Any]]) -> None:
+def _words(comm: Comm, mine: _Word) -> list[_Word]:
+    """What all ranks say of their plans. Raises LockstepError where one of them says something else."""
+    found = []
+    for seat, blob in enumerate(comm.gather_bytes(_WORD.dump_json(mine), phase="plan")):
+        try:
+            found.append(_WORD.validate_json(blob))
+        except ValidationError as error:
+            cause = error.errors(include_url=False)[0]["msg"]
+            place = comm.rendezvous.place(seat)
+            raise LockstepError(f"{place} told no plan (do all run the same release?): {cause}") from error
+    return found
+
+
+def _raise_first(comm: Comm, words: Sequence[_Word]) -> None:
     """Raise what the first rank says that could not plan; the same on all ranks.
 
     Trainers are asked first: what they do not own, engines only miss.
@@ -110,22 +139,20 @@ def _raise_first(comm: Comm, words: Sequence[Mapping[str, Any]]) -> None:
     num_engines = comm.rendezvous.num_engine_ranks
     for seat in (*range(num_engines, len(words)), *range(num_engines)):
         word = words[seat]
-        if "error" in word:
-            kind = _CONNECT_ERRORS.get(word["error"])
+        if word.error:
+            kind = _CONNECT_ERRORS.get(word.error)
             place = comm.rendezvous.place(seat)
-            raise (kind or ConnectError)(
-                word["text"] if kind else f"{place}: {word['error']}: {word['text']}"
-            )
+            raise (kind or ConnectError)(word.text if kind else f"{place}: {word.error}: {word.text}")
 
 
-def _compared(
-    words: Sequence[Mapping[str, Any]], num_engines: int
-) -> Mapping[tuple[int, int, torch.dtype], int]:
+def _compared(words: Sequence[_Word], num_engines: int) -> Mapping[tuple[int, int, torch.dtype], int]:
     """Elements of each line, which both ends computed alike. Raises LockstepError where they did not."""
-    ends = [{(peer, name): rest for peer, name, *rest in word["lines"]} for word in words]
+    ends: list[dict[tuple[int, str], list[Any]]] = [
+        {(peer, name): rest for peer, name, *rest in word.lines} for word in words
+    ]
     for seat, lines in enumerate(ends):
         for (peer, name), line in lines.items():
-            if ends[peer].get((seat, name)) != line:
+            if peer >= len(ends) or ends[peer].get((seat, name)) != line:
                 raise LockstepError("ranks computed different lines: do all run the same versions?")
     return {
         (seat, peer, WIRE_DTYPES[name]): line[0]
@@ -134,6 +161,6 @@ def _compared(
     }
 
 
-def _told(peer: int, pair: Pair) -> list[Any]:
+def _told(peer: int, pair: Pair) -> tuple[int, str, int, int, str]:
     """What both ends of a line compare."""
-    return [peer, dtype_name(pair.dtype), pair.numel, pair.whole, f"{pair.digest:016x}"]
+    return peer, dtype_name(pair.dtype), pair.numel, pair.whole, f"{pair.digest:016x}"

@@ -13,8 +13,6 @@ def check_version(version: int) -> None:
 
     Raises:
         ConfigError: not an int from 0 to 2^63 - 1.
-
-    Collective: no.
     """
     if type(version) is not int or not 0 <= version < 2**63:
         raise ConfigError(f"version={version!r}: give an int of at least 0, one more at each update")

@@ -68,8 +68,6 @@ class Receiver:
 
         Raises:
             ConfigError: a rank or the world size is not allowed.
-
-        Collective: no.
         """
         rendezvous.require_both_sides()
         self._view = view
@@ -108,10 +106,7 @@ class Receiver:
         return self._comm
 
     def invalidate(self) -> None:
-        """Say that the weights were lost or replaced (sleep, reload): the next update is full.
-
-        Collective: no.
-        """
+        """Say that the weights were lost or replaced (sleep, reload): the next update is full."""
         self._ledger = EngineLedger()
 
     def connect(self) -> None:
@@ -174,7 +169,7 @@ class Receiver:
         return stats
 
     def close(self) -> None:
-        """Leave the pairing; the weights stay as they are. Collective: no."""
+        """Leave the pairing; the weights stay as they are."""
         self._comm.close()
 
     def _describe(self, agreed: Mapping[str, Any]) -> EngineSpec:

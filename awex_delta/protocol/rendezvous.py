@@ -127,8 +127,6 @@ def host_store(host: str = "127.0.0.1", port: int = 0) -> TCPStore:
 
     Raises:
         ConfigError: this machine has no such address, or the port is taken.
-
-    Collective: no.
     """
     try:
         listener = socket.create_server((host, port))

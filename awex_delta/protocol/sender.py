@@ -73,8 +73,6 @@ class Sender(TrainerEnd):
 
         Raises:
             ConfigError: a rank or the world size is not allowed.
-
-        Collective: no.
         """
         rendezvous.require_both_sides()
         super().__init__(view, rendezvous, trainer_rank, settings, on_phase=on_phase, device=device)
@@ -148,7 +146,7 @@ class Sender(TrainerEnd):
         return stats
 
     def close(self) -> None:
-        """Leave the pairing. Engines keep what they hold. Collective: no."""
+        """Leave the pairing. Engines keep what they hold."""
         self._comm.close()
 
     def _send(

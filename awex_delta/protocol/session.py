@@ -50,7 +50,7 @@ def _clip(text: str) -> str:
 
 @contextmanager
 def in_step(comm: Comm) -> Iterator[None]:
-    """Leave the epoch when anything but an agreed failure ends an update here. Collective: no.
+    """Leave the epoch when anything but an agreed failure ends an update here.
 
     The peers, who do not know of it, then hear at once, and never take this rank's next message for the one
     that they wait for.
@@ -72,7 +72,7 @@ class Stopwatch:
         self._since = time.perf_counter()
 
     def lap(self, phase: str) -> None:
-        """Book the time since the last lap on `phase`. Collective: no."""
+        """Book the time since the last lap on `phase`."""
         now = time.perf_counter()
         self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._since
         self._since = now
@@ -166,7 +166,7 @@ class Session:
 
         Without a phase nobody is told that it begins: so where `work` holds a collective of the training
         framework, which no rank may miss. A failed update (a peer that is gone) is not local and passes
-        through. Collective: no.
+        through.
         """
         try:
             if phase is not None:
@@ -262,8 +262,6 @@ class Session:
             mine: the same of this rank, and `elements`.
             verified: what was compared.
             seconds: wall time by phase.
-
-        Collective: no.
         """
         total = {name: sum(fact.get(name, 0) for fact in facts) for name in ("bytes", "changed", "owned")}
         return UpdateStats(

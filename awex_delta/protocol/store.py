@@ -33,8 +33,6 @@ class BoundedStore:
         Raises:
             ConnectError: nobody answers there.
             PeerError: somebody does, but not in time.
-
-        Collective: no.
         """
         self.broken = False
         self._where = "the store" if rendezvous.store else f"the store at {rendezvous.host}:{rendezvous.port}"

@@ -67,8 +67,6 @@ class Targets:
 
         Raises:
             ConfigError: there are engine ranks in `trainers`, or the rank is outside of it.
-
-        Collective: no.
         """
         if trainers.num_engine_ranks:
             raise ConfigError(
@@ -111,7 +109,7 @@ class Targets:
             ConfigError: the name is taken, the trainer ranks are others, or a timeout is longer than that of
                 the trainer's settings: engines of other targets would give up waiting.
 
-        Collective: no. Call it on every trainer rank, in the same order.
+        Call it on every trainer rank, in the same order.
         """
         settings = settings or self._settings
         ranks, expected = rendezvous.num_trainer_ranks, self._meeting.rendezvous.num_trainer_ranks
@@ -140,7 +138,7 @@ class Targets:
         return sender
 
     def remove(self, name: str) -> None:
-        """Leave a group of engines, which keep what they hold. On every trainer rank. Collective: no."""
+        """Leave a group of engines, which keep what they hold. On every trainer rank."""
         self[name].close()
         del self._senders[name]
         if name in self._forks:
@@ -198,7 +196,7 @@ class Targets:
         return TargetsUpdate(committed=committed, failed=failed)
 
     def close(self) -> None:
-        """Leave all targets. Collective: no."""
+        """Leave all targets."""
         for name in tuple(self):
             self.remove(name)
         self._meeting.close()

@@ -7,6 +7,7 @@ died, was late or left something behind is ended, and a new one takes its place 
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import fcntl
 import importlib
@@ -34,7 +35,8 @@ Actions = Mapping[str, Callable[..., Any]]
 
 _START_SECONDS = 120.0
 _TIDY_SECONDS = 20.0
-_MOST_IDLE = 8
+_LEAVE_SECONDS = 3.0
+_MOST_IDLE = 12
 _LAST_LINES = 15
 _LOG_BYTES = 1 << 16
 
@@ -144,11 +146,12 @@ class Member:
         text = os.pread(self._log.fileno(), _LOG_BYTES, start).decode(errors="replace")
         return "\n".join(text.splitlines()[-_LAST_LINES:])
 
-    def end(self) -> None:
-        """Kill the process."""
+    def end(self, wait_seconds: float = 0.0) -> None:
+        """Hang up, so that a process that waits for a call leaves by itself; kill it after `wait_seconds`."""
+        self.connection.close()
+        self._process.join(wait_seconds)
         self._process.kill()
         self._process.join()
-        self.connection.close()
         self._log.close()
 
 
@@ -177,17 +180,33 @@ class Pool:
         with self._lock:
             kept = clean[: _MOST_IDLE - len(self._idle)]
             self._idle.extend(kept)
-        end_all(member for member in members if member not in kept)
+        let_leave([member for member in members if member not in kept])
+
+    def close(self) -> None:
+        """End those that have nothing to do."""
+        with self._lock:
+            idle, self._idle = self._idle, []
+        let_leave(idle)
+
+
+def let_leave(members: Sequence[Member]) -> None:
+    """End processes that wait for a call. They clean up after themselves, unless that takes them long."""
+    for member in members:
+        member.connection.close()
+    deadline = time.monotonic() + _LEAVE_SECONDS
+    for member in members:
+        member.end(max(0.0, deadline - time.monotonic()))
 
 
 def end_all(members: Iterable[Member]) -> None:
-    """Kill these processes."""
+    """Kill processes, whatever they do."""
     for member in members:
         member.end()
 
 
 POOL = Pool()
 """The processes of this program that are alive and have nothing to do. They end with it."""
+atexit.register(POOL.close)
 
 
 class Fleet:
@@ -268,8 +287,8 @@ class Fleet:
         answers = gather({name: self._members[name].connection for name in names}, timeout_seconds)
         for name, answer in answers.items():
             if answer.lost and name != doomed:
-                words = self._members[name].last_words()
-                raise FleetError(f"process {name}: {answer.failure}\n{words}")
+                what = answer.failure.removeprefix("the process ")
+                raise FleetError(f"process {name} {what}\n{self._members[name].last_words()}".rstrip())
             if answer.failure and not (answer.foreseen or name == doomed):
                 raise FleetError(f"process {name} failed:\n{answer.trace}")
         return answers

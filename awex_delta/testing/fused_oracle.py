@@ -26,8 +26,6 @@ def full_hf_state(engines: Sequence[FusedEngine]) -> dict[str, torch.Tensor]:
 
     Raises:
         ValueError: ranks that hold replicas of one tensor hold different bits.
-
-    Collective: no.
     """
     first = engines[0]
     copies = hf_copies(first.shape, [engine.params for engine in engines], first.rank.ep_size)
@@ -48,8 +46,6 @@ def hf_copies(shape: ModelShape, ranks: Sequence[Storage], ep_size: int = 1) -> 
 
     Returns:
         HF name to its whole copies.
-
-    Collective: no.
     """
     state: dict[str, list[torch.Tensor]] = {}
     for name in ranks[0]:
@@ -111,8 +107,6 @@ def load_hf_state(engine: FusedEngine, state: Storage) -> None:
     Args:
         engine: the rank; only its `params`, `shape` and `rank` are used.
         state: HF name to whole tensor; a tied lm_head may be listed.
-
-    Collective: no.
     """
     for name, tensor in state.items():
         _load_one(engine, name, tensor)

@@ -54,8 +54,6 @@ def install() -> None:
     * `Tensor.cuda` returns the tensor itself.
     * `megatron.core.tensor_parallel.random` keeps its states in the CPU generator.
     * the router multiplies with torch, not with Transformer Engine.
-
-    Collective: no.
     """
     cuda: Any = torch.cuda
     cuda.current_device = lambda: _CPU
@@ -79,8 +77,6 @@ def cpu_device() -> Iterator[None]:
 
     Inside, torch calls with `device="cuda"` make CPU tensors, and `Tensor.type()` answers
     `torch.cuda.BFloat16Tensor`, a string by which Megatron's optimizers sort parameters.
-
-    Collective: no.
     """
     plain_type: Callable[..., Any] = torch.Tensor.type
 

@@ -138,7 +138,7 @@ def build(config: PretrainedConfig, *, fp32_router: bool = False) -> nn.Module:
         config: with one of the supported architectures.
         fp32_router: hold router weights in fp32, as SGLang does for some models.
 
-    Collective: no, but `start` comes before it on every rank.
+    `start` comes before it on every rank.
     """
     architecture = (config.architectures or [""])[0]
     model_class = vars(importlib.import_module(_MODELS[architecture]))[architecture]

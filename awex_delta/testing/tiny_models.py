@@ -199,7 +199,7 @@ def build_trainer(spec: TinySpec) -> TinyTrainer:
 
 
 def hf_config(spec: TinySpec) -> PretrainedConfig:
-    """The HF configuration of the same model. Collective: no."""
+    """The HF configuration of the same model."""
     common: dict[str, Any] = {
         "vocab_size": spec.vocab_size,
         "hidden_size": spec.hidden,

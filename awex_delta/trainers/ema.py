@@ -103,7 +103,7 @@ class EmaShadow:
         Raises:
             ConfigError: the average of another version is not complete on this rank.
 
-        Collective: no. Call it on every trainer rank.
+        Call it on every trainer rank.
         """
         if self._done is not None and version != self._version:
             raise ConfigError(
@@ -187,7 +187,7 @@ class EmaShadow:
 
     @contextmanager
     def transfer(self) -> Iterator[None]:
-        """Held around sending, which fails where an average is not complete. Collective: no.
+        """Held around sending, which fails where an average is not complete.
 
         Raises:
             AwexDeltaError: `average` failed on this rank, and was not repeated.
@@ -233,7 +233,8 @@ class EmaShadow:
         for key, info in self._infos.items():
             if info.trained and not info.sparse:
                 policy = _trained(info, self._view.tensor(key)).reshape(-1)
-                for old, new in zip(self._averages[key].split(_PIECE), policy.split(_PIECE), strict=True):
+                averages = torch.split(self._averages[key], _PIECE)
+                for old, new in zip(averages, torch.split(policy, _PIECE), strict=True):
                     yield old, new, None
 
     def _move(self, old: torch.Tensor, new: torch.Tensor, piece: Piece | None) -> None:

@@ -14,7 +14,7 @@ from awex.sharding.rank_info import RankInfo
 from megatron.core.distributed import DistributedDataParallel
 
 from awex_delta.detection.baselines import Baselines
-from awex_delta.detection.optimizers import moments, step_counts
+from awex_delta.detection.optimizers import flat, moments, step_counts
 from awex_delta.detection.slices import Detection, OwnedSlice, param_key
 from awex_delta.errors import UnsupportedError
 from awex_delta.protocol.verdict import Reason
@@ -95,8 +95,6 @@ class MegatronTrainer:
             UnsupportedError: a trainable parameter is stepped by no optimizer, AWEX cannot convert a
                 weight, lm_head is tied in `hf_config` alone, or Megatron's objects lack something that
                 is needed.
-
-        Collective: no.
         """
         check_tying(model_chunks, tied=hf_config.tie_word_embeddings)
         info = rank_info()
@@ -130,21 +128,20 @@ class MegatronTrainer:
         )
 
     def layout(self) -> TrainerLayout:
-        """This rank's place in Megatron's process groups. Collective: no."""
+        """This rank's place in Megatron's process groups."""
         return self._layout
 
     def weights(self) -> Sequence[WeightInfo]:
-        """Parameters in the order of the model chunks, then the router biases. Collective: no."""
+        """Parameters in the order of the model chunks, then the router biases."""
         return tuple(self._infos.values())
 
     def tensor(self, key: str) -> torch.Tensor:
-        """The live local tensor of `key`. Collective: no."""
+        """The live local tensor of `key`."""
         if key in self._biases:
             # Looked up each time: moving a module replaces its buffers.
             return self._biases[key].get_buffer("expert_bias")
         return self._params[key].detach()
 
-    @torch.no_grad()
     def owned_slices(self) -> list[OwnedSlice]:
         """The ranges whose optimizer state this rank holds."""
         steps = self._current_steps()
@@ -159,17 +156,17 @@ class MegatronTrainer:
                     start=start,
                     stop=stop,
                     begin=self._begins[key] + start,
-                    main=None if part.main is None else part.main.view(-1),
-                    weight=self._params[key].view(-1)[start:stop],
-                    exp_avg=exp_avg,
-                    exp_avg_sq=exp_avg_sq,
+                    main=None if part.main is None else flat(part.main, 0, stop - start),
+                    weight=flat(self._params[key], start, stop),
+                    exp_avg=None if exp_avg is None else flat(exp_avg, 0, stop - start),
+                    exp_avg_sq=None if exp_avg_sq is None else flat(exp_avg_sq, 0, stop - start),
                     step=steps[key],
                 )
             )
         return slices
 
     def detect(self) -> Detection:
-        """What changed in the owned ranges, found as `settings.method` says. Collective: no."""
+        """What changed in the owned ranges, found as `settings.method` says."""
         if not self._settings.enabled:
             return Detection(reason=Reason.DELTA_DISABLED)
         if self._late:
@@ -211,7 +208,7 @@ class MegatronTrainer:
         return whole
 
     def committed(self) -> None:
-        """Later detections count from the weights as they are now. Collective: no."""
+        """Later detections count from the weights as they are now."""
         self._baseline.committed()
 
     def weights_replaced(self) -> None:
@@ -219,13 +216,11 @@ class MegatronTrainer:
 
         `reload_model_params` does so without leaving a trace in the optimizer; loading an optimizer
         state is seen without this call. The next update is a full sync.
-
-        Collective: no.
         """
         self._baselines.weights_replaced()
 
     def convert(self, key: str, tensor: torch.Tensor) -> Sequence[tuple[str, torch.Tensor]]:
-        """AWEX's HF names and tensors for a tensor shaped like `tensor(key)`. Collective: no."""
+        """AWEX's HF names and tensors for a tensor shaped like `tensor(key)`."""
         info = self._infos[key]
         converted = list(self._converter.convert_param(info.param, tensor, vp_stage=info.chunk))
         names = [name for name, _ in converted]
@@ -235,17 +230,17 @@ class MegatronTrainer:
         return converted
 
     def transfer(self) -> AbstractContextManager[None]:
-        """Frees the gradient buffers inside, if so configured; they come back zeroed. Collective: no."""
+        """Frees the gradient buffers inside, if so configured; they come back zeroed."""
         return self._without_grad_buffers() if self._settings.release_grad_buffers else nullcontext()
 
     def fork(self) -> MegatronTrainer:
-        """The same trainer, with changes counted from commits of its own. Collective: no."""
+        """The same trainer, with changes counted from commits of its own."""
         twin = copy.copy(self)
         twin._baseline = self._baselines.add()  # noqa: SLF001 - of the same class
         return twin
 
     def detach(self) -> None:
-        """Remove the optimizer hooks that exist for this view. Collective: no."""
+        """Remove the optimizer hooks that exist for this view."""
         self._baseline.detach()
 
     @contextmanager

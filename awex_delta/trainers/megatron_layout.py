@@ -162,8 +162,6 @@ def optimizer_shards(optimizer: Any) -> list[Shard]:
     Raises:
         UnsupportedError: an optimizer class whose shards are not known, or an attribute that this
             release of megatron-core lacks.
-
-    Collective: no.
     """
     try:
         return [shard for part in _parts(optimizer) for shard in _shards_of(part)]

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from awex_delta.detection.baselines import Baselines
-from awex_delta.detection.optimizers import moments, step_counts
+from awex_delta.detection.optimizers import flat, moments, step_counts
 from awex_delta.detection.slices import Detection, OwnedSlice, param_key
 from awex_delta.errors import UnsupportedError
 from awex_delta.protocol.verdict import Reason
@@ -25,7 +25,7 @@ _EMBEDDING = "model.embed_tokens.weight"
 _LM_HEAD = "lm_head.weight"
 
 _Owned = tuple[WeightInfo, int, torch.Tensor, torch.Tensor | None, torch.Tensor]
-"""A weight that this rank owns a part of: begin in the trainer's line, live weight, master, and what is stepped."""
+"""What is owned in part: begin in the trainer's line, live weight, master, and the tensor that is stepped."""
 
 
 class TorchAdamWTrainer:
@@ -62,8 +62,6 @@ class TorchAdamWTrainer:
 
         Raises:
             UnsupportedError: a trainable weight has no master and is not stepped itself.
-
-        Collective: no.
         """
         self._weights = {param_key(name, 0): tensor for name, tensor in weights.items()}
         self._masters = {param_key(name, 0): tensor for name, tensor in masters.items()}
@@ -120,8 +118,6 @@ class TorchAdamWTrainer:
             buffers: HF name -> shape of an fp32 buffer that no optimizer steps.
             fp32: HF name -> shape of an fp32 parameter, stepped without a master.
             vocab_size, tied_embeddings: as in the constructor.
-
-        Collective: no.
         """
         generator = torch.Generator().manual_seed(seed)
 
@@ -159,8 +155,6 @@ class TorchAdamWTrainer:
         Args:
             grads: HF name -> gradient; parameters that are not named get none and sit the step out.
                 None draws gradients from (seed, number of the step) for all of them.
-
-        Collective: no.
         """
         generator = torch.Generator().manual_seed(self._seed * 1_000_003 + self._num_train_steps + 1)
         for key, param in self._stepped.items():
@@ -176,18 +170,17 @@ class TorchAdamWTrainer:
                 self._weights[key].copy_(master)
 
     def layout(self) -> TrainerLayout:
-        """One data-parallel rank without model parallelism. Collective: no."""
+        """One data-parallel rank without model parallelism."""
         return self._layout
 
     def weights(self) -> Sequence[WeightInfo]:
-        """All tensors, in the order in which they were given. Collective: no."""
+        """All tensors, in the order in which they were given."""
         return self._infos
 
     def tensor(self, key: str) -> torch.Tensor:
-        """The live weight of `key`. Collective: no."""
+        """The live weight of `key`."""
         return self._weights[key].detach()
 
-    @torch.no_grad()
     def owned_slices(self) -> list[OwnedSlice]:
         """This rank's part of every bf16 parameter."""
         optimizer = self._optimizer
@@ -203,23 +196,23 @@ class TorchAdamWTrainer:
                     start=start,
                     stop=stop,
                     begin=begin + start,
-                    main=_part(master, start, stop),
-                    weight=weight.view(-1)[start:stop],
-                    exp_avg=_part(exp_avg, start, stop),
-                    exp_avg_sq=_part(exp_avg_sq, start, stop),
+                    main=None if master is None else flat(master, start, stop),
+                    weight=flat(weight, start, stop),
+                    exp_avg=None if exp_avg is None else flat(exp_avg, start, stop),
+                    exp_avg_sq=None if exp_avg_sq is None else flat(exp_avg_sq, start, stop),
                     step=step,
                 )
             )
         return slices
 
     def detect(self) -> Detection:
-        """What changed in the owned parts, found as `settings.method` says. Collective: no."""
+        """What changed in the owned parts, found as `settings.method` says."""
         if not self._settings.enabled:
             return Detection(reason=Reason.DELTA_DISABLED)
         return self._baseline.detect()
 
     def gather_params(self) -> None:
-        """Nothing to gather: every rank steps whole parameters. Collective: no."""
+        """Nothing to gather: every rank steps whole parameters."""
 
     def gather_owned(self, parts: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         """The parts themselves, in their shapes, where this rank is the only one.
@@ -229,36 +222,34 @@ class TorchAdamWTrainer:
 
         Raises:
             UnsupportedError: there are other ranks, of which this class knows nothing.
-
-        Collective: no.
         """
         if self._dp_size > 1:
             raise UnsupportedError(f"dp_size={self._dp_size}: ranks of a TorchAdamWTrainer never meet")
         return {info.key: parts[info.key].view(info.shape) for info in self._infos if info.key in parts}
 
     def committed(self) -> None:
-        """Later detections count from the weights as they are now. Collective: no."""
+        """Later detections count from the weights as they are now."""
         self._baseline.committed()
 
     def convert(self, key: str, tensor: torch.Tensor) -> Sequence[tuple[str, torch.Tensor]]:
-        """The tensor under its own name, and as lm_head for a tied embedding. Collective: no."""
+        """The tensor under its own name, and as lm_head for a tied embedding."""
         name = key.removeprefix("0/")
         if self._tied and name == _EMBEDDING:
             return [(name, tensor), (_LM_HEAD, tensor)]
         return [(name, tensor)]
 
     def transfer(self) -> AbstractContextManager[None]:
-        """Gradients are freed after every step, so there is nothing to release. Collective: no."""
+        """Gradients are freed after every step, so there is nothing to release."""
         return nullcontext()
 
     def fork(self) -> TorchAdamWTrainer:
-        """The same trainer, with changes counted from commits of its own. Collective: no."""
+        """The same trainer, with changes counted from commits of its own."""
         twin = copy.copy(self)
         twin._baseline = self._baselines.add()  # noqa: SLF001 - of the same class
         return twin
 
     def detach(self) -> None:
-        """Remove the optimizer hooks that exist for this view. Collective: no."""
+        """Remove the optimizer hooks that exist for this view."""
         self._baseline.detach()
 
     def _info(self, name: str, tensor: torch.Tensor) -> WeightInfo:
@@ -299,11 +290,6 @@ class TorchAdamWTrainer:
                     f"of it: hand its fp32 master to the optimizer and in `masters`, or freeze it"
                 )
         return found
-
-
-def _part(tensor: torch.Tensor | None, start: int, stop: int) -> torch.Tensor | None:
-    """A range of a tensor's elements, live."""
-    return None if tensor is None else tensor.view(-1)[start:stop]
 
 
 def _rank_info(dp_rank: int, dp_size: int) -> Mapping[str, int | str | bool]:

@@ -93,10 +93,10 @@ def cut(
     room = frame_bytes(bucket_bytes)
     step = (room - HEADER_BYTES) // dtype.itemsize
     if step < 1:
-        raise _too_small(room)
+        raise _too_small(bucket_bytes)
     starts = range(0, whole_prefix, step)
     found = [Bucket(span=Span(at, min(at + step, whole_prefix)), whole=True) for at in starts]
-    cutter = _Cutter(changes=changes, codec=codec, dtype=dtype, room=room, unstated=unstated)
+    cutter = _Cutter(changes=changes, codec=codec, dtype=dtype, bucket_bytes=bucket_bytes, unstated=unstated)
     begin, first = whole_prefix, cutter.number_at(whole_prefix)
     while begin < numel:
         found.append(cutter.next(begin, first, min(begin + MAX_SPAN, numel)))
@@ -106,13 +106,18 @@ def cut(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Cutter:
-    """Cuts the part that travels as changes. See `cut`; room: the most bytes of a frame and half the work."""
+    """Cuts the part that travels as changes. See `cut`."""
 
     changes: Changes
     codec: Codec
     dtype: torch.dtype
-    room: int
+    bucket_bytes: int
     unstated: int | None
+
+    @property
+    def room(self) -> int:
+        """The most bytes of a frame with half of the work on it."""
+        return frame_bytes(self.bucket_bytes)
 
     def next(self, begin: int, first: int, reach: int) -> Bucket:
         """The bucket from position `begin` and change `first` on, which ends at `reach` or before."""
@@ -125,7 +130,7 @@ class _Cutter:
             range(1, count + 1), self.room, key=lambda taken: self._size(taken, stop(taken) - begin)
         )
         if count and not taken:
-            raise _too_small(self.room)
+            raise _too_small(self.bucket_bytes)
         span, last = Span(begin, stop(taken)), first + taken
         whole = self._whole_is_smaller(self.changes.part(first, last), span.numel)
         guarded = self.unstated is not None and not whole
@@ -149,5 +154,7 @@ class _Cutter:
         return whole + HEADER_BYTES <= self.room and whole < self.codec.size(changes, numel, self.dtype)
 
 
-def _too_small(room: int) -> WireError:
-    return WireError(f"a frame of {room} bytes cannot hold one changed element")
+def _too_small(bucket_bytes: int) -> WireError:
+    return WireError(
+        f"weight_update_bucket_bytes={bucket_bytes} cannot hold one changed element and the work on its frame"
+    )

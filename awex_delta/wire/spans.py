@@ -6,7 +6,7 @@ A pair's line numbers the elements that one sender owns and one receiver stores,
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -23,8 +23,7 @@ Old = Callable[[torch.Tensor], torch.Tensor]
 """`old(pos)`: the bf16 values that a receiver holds at some positions of a pair's line, on their device."""
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """The elements of a pair's line from `begin` up to `end`."""
 
     begin: int

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
 import torch
 
 import awex_delta
@@ -57,45 +56,48 @@ def anchors(path: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
-def test_links_resolve(path: Path) -> None:
-    for target in re.findall(r"\]\(([^)\s]+)\)", prose(path)):
-        if re.match(r"[a-z]+:", target):
-            continue
-        file, _, fragment = target.partition("#")
-        linked = (path.parent / file).resolve() if file else path
-        assert linked.exists(), f"{path.name} links to {target}"
-        assert not fragment or fragment in anchors(linked), f"{path.name} links to {target}"
+def test_links_resolve() -> None:
+    for path in PAGES:
+        for target in re.findall(r"\]\(([^)\s]+)\)", prose(path)):
+            if re.match(r"[a-z]+:", target):
+                continue
+            file, _, fragment = target.partition("#")
+            linked = (path.parent / file).resolve() if file else path
+            assert linked.exists(), f"{path.name} links to {target}"
+            assert not fragment or fragment in anchors(linked), f"{path.name} links to {target}"
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
-def test_python_blocks_compile_and_import_what_exists(path: Path) -> None:
-    for _, code in BLOCK.findall(path.read_text(encoding="utf-8")):
-        compile(code, path.name, "exec")
-        for module, names in re.findall(r"^from (awex_delta\S*) import ([\w, ]+)$", code, re.MULTILINE):
-            loaded = importlib.import_module(module)
-            for name in names.split(", "):
-                assert hasattr(loaded, name), f"{path.name}: {module} has no {name}"
+def test_python_blocks_compile_and_import_what_exists() -> None:
+    for path in PAGES:
+        for _, code in BLOCK.findall(path.read_text(encoding="utf-8")):
+            compile(code, path.name, "exec")
+            for module, names in re.findall(r"^from (awex_delta\S*) import ([\w, ]+)$", code, re.MULTILINE):
+                loaded = importlib.import_module(module)
+                for name in names.split(", "):
+                    assert hasattr(loaded, name), f"{path.name}: {module} has no {name}"
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
-def test_files_tests_and_modules_that_a_page_names_exist(path: Path) -> None:
-    for span in code_spans(path):
-        if re.fullmatch(r"(awex_delta|tests|scripts|examples|benchmarks|docs|\.ci)/[\w./-]*", span):
-            name, folder = span, ROOT
-        elif re.fullmatch(r"tests/[\w/]+\.py::\w+", span):
-            name, _, test = span.partition("::")
-            folder = ROOT
-            assert f"def {test}(" in (ROOT / name).read_text(encoding="utf-8"), f"{path.name}: {span}"
-        elif re.fullmatch(r"awex_delta(\.\w+)+", span):
-            assert importable(span), f"{path.name}: no {span}"
-            continue
-        elif re.fullmatch(r"[a-z_]+/([a-z_]+(\.py)?)?", span) and path.name in ("concepts.md", "protocol.md"):
-            name, folder = span, ROOT / PACKAGE
-            name = name if name.endswith((".py", "/")) else f"{name}.py"
-        else:
-            continue
-        assert (folder / name).exists(), f"{path.name} names {span}"
+def test_files_tests_and_modules_that_a_page_names_exist() -> None:
+    for path in PAGES:
+        for span in code_spans(path):
+            if re.fullmatch(r"(awex_delta|tests|scripts|examples|benchmarks|docs|\.ci)/[\w./-]*", span):
+                name, folder = span, ROOT
+            elif re.fullmatch(r"tests/[\w/]+\.py::\w+", span):
+                name, _, test = span.partition("::")
+                folder = ROOT
+                assert f"def {test}(" in (ROOT / name).read_text(encoding="utf-8"), f"{path.name}: {span}"
+            elif re.fullmatch(r"awex_delta(\.\w+)+", span):
+                assert importable(span), f"{path.name}: no {span}"
+                continue
+            elif re.fullmatch(r"[a-z_]+/([a-z_]+(\.py)?)?", span) and path.name in (
+                "concepts.md",
+                "protocol.md",
+            ):
+                name, folder = span, ROOT / PACKAGE
+                name = name if name.endswith((".py", "/")) else f"{name}.py"
+            else:
+                continue
+            assert (folder / name).exists(), f"{path.name} names {span}"
 
 
 def test_every_make_target_is_in_the_readme_and_no_other() -> None:

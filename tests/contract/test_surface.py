@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 import awex_delta
 from awex_delta.settings.resolve import RolloutConfig, SchedulingStrategy, TrainEngineConfig
-from tests.contract.sources import PACKAGE, ROOT, Source, package_sources
+from tests.contract.sources import PACKAGE, ROOT, package_sources
 
 PUBLIC_NAMES = {
     "__version__",
@@ -101,17 +101,17 @@ def test_settings_are_frozen_strict_and_documented(model: type[BaseModel]) -> No
         assert field.description, f"{model.__name__}.{name} has no documentation under it"
 
 
-@pytest.mark.parametrize("source", package_sources(), ids=str)
-def test_records_are_frozen_slotted_and_keyword_only(source: Source) -> None:
-    for node in ast.walk(source.tree):
-        if not isinstance(node, ast.ClassDef):
-            continue
-        for decorator in node.decorator_list:
-            call = decorator if isinstance(decorator, ast.Call) else None
-            name = call.func if call is not None else decorator
-            if isinstance(name, ast.Name) and name.id == "dataclass":
-                given = {k.arg for k in call.keywords if _is_true(k.value)} if call is not None else set()
-                assert {"frozen", "slots", "kw_only"} <= given, f"{source}:{node.lineno} {node.name}"
+def test_records_are_frozen_slotted_and_keyword_only() -> None:
+    for source in package_sources():
+        for node in ast.walk(source.tree):
+            if not isinstance(node, ast.ClassDef):
+                continue
+            for decorator in node.decorator_list:
+                call = decorator if isinstance(decorator, ast.Call) else None
+                name = call.func if call is not None else decorator
+                if isinstance(name, ast.Name) and name.id == "dataclass":
+                    given = {k.arg for k in call.keywords if _is_true(k.value)} if call is not None else set()
+                    assert {"frozen", "slots", "kw_only"} <= given, f"{source}:{node.lineno} {node.name}"
 
 
 def _is_true(node: ast.expr) -> bool:

@@ -360,7 +360,7 @@ def test_the_page_on_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
     assert engine.calls == [("flush", 0.0), *update, ("publish", "7")]
     over_http.run(names)
     payloads = names["body"]["serialized_named_tensors"]
-    assert len(payloads) == names["instruction"].num_engine_ranks
+    assert len(payloads) == names["joining"].rendezvous.num_engine_ranks
     sent = pickle.loads(base64.b64decode(payloads[0]))  # noqa: S301 - made by the page
     engine.update_weights_from_tensor(sent, load_format=LOAD_FORMAT, flush_cache=True)
     assert engine.calls[-1] == ("update", 7, True)

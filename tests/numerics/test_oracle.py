@@ -16,10 +16,12 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
+from awex_delta.detection import invert
 from awex_delta.detection.adamw import AdamWStep
 from awex_delta.detection.invert import detect_changes
-from awex_delta.detection.slices import ChangeSet, OwnedSlice
+from awex_delta.detection.slices import OwnedSlice
 from awex_delta.lines.bits import UNSTATED, apply_code
+from awex_delta.lines.changes import Changes
 from awex_delta.testing.kernels import KernelForm, adamw_kernel_step
 
 ROW = 1 << 19
@@ -155,14 +157,17 @@ FORWARDS: dict[str, Forward] = {
     **{f"torch {name}": torch_forward(name) for name in TORCH_FORMS},
     **{name: kernel_forward(form) for name, form in KERNEL_FORMS.items()},
 }
+# One of each decay, with and without fused multiply-adds and fast math; `make test-all` takes all of them.
+DAILY = ("torch fused", "in update, fma, fast math", "subtracted, fp32 power")
 
 
-def owned_slice(name: str, state: State, step: int) -> OwnedSlice:
+def owned_slice(name: str, state: State, step: int, *, begin: int = 0) -> OwnedSlice:
     return OwnedSlice(
         param=name,
         chunk=0,
         start=0,
         stop=state.main.numel(),
+        begin=begin,
         main=state.main.detach(),
         weight=state.main.detach().bfloat16(),
         exp_avg=state.exp_avg,
@@ -171,67 +176,88 @@ def owned_slice(name: str, state: State, step: int) -> OwnedSlice:
     )
 
 
-def judge(old: torch.Tensor, owned: OwnedSlice, changes: ChangeSet | None) -> Counter[str]:
-    """Compare a change set with the snapshot `old`, bit for bit, codes included."""
+def judge(old: torch.Tensor, owned: OwnedSlice, changes: Changes) -> Counter[str]:
+    """Compare the changes in one slice with the snapshot `old`, bit for bit, codes and values included."""
     new = owned.weight
     changed = old.view(torch.int16) != new.view(torch.int16)
+    here = (changes.pos >= owned.begin) & (changes.pos < owned.begin + new.numel())
+    assert changes.code is not None
+    assert changes.value is not None
+    index, code = changes.pos[here] - owned.begin, changes.code[here]
+    assert torch.equal(changes.value[here].view(torch.int16), new[index].view(torch.int16))
     sent = torch.zeros_like(changed)
-    wrong_codes = 0
-    if changes is not None:
-        sent[changes.index] = True
-        stated = changes.index[changes.code != UNSTATED]
-        rebuilt = apply_code(old[stated], changes.code[changes.code != UNSTATED])
-        wrong_codes = int((rebuilt.view(torch.int16) != new[stated].view(torch.int16)).sum())
+    sent[index] = True
+    stated = index[code != UNSTATED]
+    rebuilt = apply_code(old[stated], code[code != UNSTATED])
     return Counter(
         elements=new.numel(),
         changed=int(changed.sum()),
         missed=int((changed & ~sent).sum()),
         extra=int((sent & ~changed).sum()),
-        wrong_codes=wrong_codes,
+        wrong_codes=int((rebuilt.view(torch.int16) != new[stated].view(torch.int16)).sum()),
     )
 
 
 def run(
     forward: Forward, step: AdamWStep, *, seed: int, told: AdamWStep | None = None
-) -> dict[str, Counter[str]]:
-    """Take one step from fresh states, and judge what detection says when it is told of a step."""
+) -> dict[tuple[str, bool], Counter[str]]:
+    """Take one step from fresh states, and judge what detection says when it is told of a step.
+
+    Returns:
+        For each kind of weights, of the eager pass (False) and of the compiled one (True).
+    """
     generator = torch.Generator().manual_seed(seed)
     told = told or step
-    olds, slices = {}, []
+    olds, slices, begin = {}, [], 0
     for kind, (draw, numel) in WEIGHTS.items():
         state = before_step(draw(numel, generator), step, generator)
         olds[kind] = state.main.bfloat16()
         forward(state, step)
-        slices.append(owned_slice(kind, state, told.step))
-    detection = detect_changes(slices, lambda _: told)
-    assert not detection.reason, detection
-    by_key = {changes.key: changes for changes in detection.changes}
-    return {each.param: judge(olds[each.param], each, by_key.get(each.key)) for each in slices}
+        slices.append(owned_slice(kind, state, told.step, begin=begin))
+        begin += numel
+    judged = {}
+    for compiled in (False, True):
+        detection = detect_changes(slices, lambda _: told, compiled=compiled)
+        assert not detection.reason, detection
+        for each in slices:
+            judged[each.param, compiled] = judge(olds[each.param], each, detection.changes)
+    return judged
+
+
+def test_the_compiled_pass_is_judged_too() -> None:
+    assert invert._compiled_old_weights("cpu") is not None, "this machine needs a compiler for it"
+    assert min(numel for _, numel in WEIGHTS.values()) >= invert._SHORTEST_COMPILED
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("form", FORWARDS)
+@pytest.mark.parametrize(
+    "form", [name if name in DAILY else pytest.param(name, marks=pytest.mark.all) for name in FORWARDS]
+)
 def test_every_change_is_found_and_little_else(form: str) -> None:
-    totals: defaultdict[tuple[str, float], Counter[str]] = defaultdict(Counter)
+    totals: defaultdict[tuple[str, bool, float], Counter[str]] = defaultdict(Counter)
     for seed, step in enumerate(steps()):
-        for kind, counts in run(FORWARDS[form], step, seed=seed).items():
-            where = f"{step}, {kind} weights: {dict(counts)}"
+        for (kind, compiled), counts in run(FORWARDS[form], step, seed=seed).items():
+            where = f"{step}, {kind} weights, compiled {compiled}: {dict(counts)}"
             assert counts["missed"] == counts["wrong_codes"] == 0, where
             if kind != "awkward" and counts["changed"] >= 0.005 * counts["elements"]:
                 assert counts["extra"] < 0.01 * counts["changed"], where
             elif kind != "awkward":
                 assert counts["extra"] < 5e-5 * counts["elements"], where
-            totals[kind, step.lr] += counts
+            totals[kind, compiled, step.lr] += counts
     # With nine forms, 212 million elements in all.
-    assert sum(counts["elements"] for counts in totals.values()) == len(steps()) * ROW
-    assert sum(counts["changed"] for counts in totals.values()) > 0.3 * len(steps()) * ROW
-    for (kind, lr), counts in totals.items():
+    num_elements = len(steps()) * ROW
+    for compiled in (False, True):
+        seen = [counts for (_, how, _), counts in totals.items() if how == compiled]
+        assert sum(counts["elements"] for counts in seen) == num_elements
+        assert sum(counts["changed"] for counts in seen) > 0.3 * num_elements
+    for (kind, compiled, lr), counts in totals.items():
         changed, extra = (counts[name] / counts["elements"] for name in ("changed", "extra"))
-        print(f"{form} | {kind} | {lr:.0e} | {counts['elements']} | {changed:.2%} | {extra / changed:.3%}")
+        where = f"{form} | {'compiled' if compiled else 'eager'} | {kind} | {lr:.0e}"
+        print(f"{where} | {counts['elements']} | {changed:.2%} | {extra / changed:.3%}")
 
 
 def kernel_counts(step: AdamWStep, *, told: AdamWStep | None = None, seed: int = 0) -> Counter[str]:
-    return run(FORWARDS["in update"], step, told=told, seed=seed)["normal"]
+    return run(FORWARDS["in update"], step, told=told, seed=seed)["normal", False]
 
 
 def test_inversion_without_a_bound_misses_changes() -> None:
@@ -249,7 +275,7 @@ def test_inversion_without_a_bound_misses_changes() -> None:
 
     owned = owned_slice("normal", state, step.step)
     detection = detect_changes([owned], lambda _: step)
-    assert judge(old, owned, detection.changes[0])["missed"] == 0
+    assert judge(old, owned, detection.changes)["missed"] == 0
 
 
 BASE = AdamWStep(lr=1e-5, weight_decay=0.1, beta1=0.9, beta2=0.999, eps=1e-8, step=10)

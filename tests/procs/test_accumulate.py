@@ -14,7 +14,7 @@ from awex_delta.settings.agreed import DeltaSettings
 from awex_delta.testing.procs import Rank, run_ranks
 from awex_delta.testing.tiny_models import TinySpec
 from awex_delta.trainers.view import WeightInfo
-from tests.procs.test_megatron_trainer import bits, decaying, start
+from tests.procs.test_megatron_trainer import bits, by_key, decaying, start
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -55,15 +55,15 @@ def train_and_watch(me: Rank, spec: TinySpec) -> list[Seen]:
                 weights=tuple(view.weights()),
                 old=old,
                 new=bits(view),
-                index={changes.key: changes.index for changes in detection.changes},
-                code={changes.key: changes.code for changes in detection.changes},
+                index={key: index for key, (index, _) in by_key(view, detection).items()},
+                code={key: code for key, (_, code) in by_key(view, detection).items()},
             )
         )
     tiny.optimizer.load_state_dict(tiny.optimizer.state_dict())
     tiny.train_step()
     assert view.detect().reason is Reason.STEP_GAP
     view.committed()
-    assert view.detect().changes == ()
+    assert view.detect().num_changed == 0
     view.detach()
     tiny.train_step()
     assert view.detect().reason is Reason.NO_STEP_RECORD

@@ -14,7 +14,7 @@ from awex_delta.testing.procs import Rank, run_ranks
 from awex_delta.testing.tiny_models import TinySpec
 from awex_delta.trainers.ema import EmaShadow
 from awex_delta.trainers.view import WeightInfo
-from tests.procs.test_megatron_trainer import start
+from tests.procs.test_megatron_trainer import by_key, start
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -56,7 +56,7 @@ def train_and_average(me: Rank, spec: TinySpec) -> Seen:
             key: np.float32(ALPHA) * policy + np.float32(1 - ALPHA) * expected[key]
             for key, policy in masters().items()
         }
-    changed = {changes.key: changes.index for changes in shadow.detect().changes}
+    changed = {key: index for key, (index, _) in by_key(shadow, shadow.detect()).items()}
     with shadow.transfer():
         shadow.gather_params()
         whole = {info.key: shadow.tensor(info.key).clone() for info in shadow.weights()}

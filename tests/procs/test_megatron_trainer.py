@@ -13,6 +13,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
+from awex_delta.detection.slices import Detection
 from awex_delta.errors import UnsupportedError
 from awex_delta.protocol.verdict import Reason
 from awex_delta.settings.agreed import DeltaSettings
@@ -82,6 +83,19 @@ def bits(view: MegatronTrainer) -> dict[str, torch.Tensor]:
     return {key: view.tensor(key).clone().view(torch.int16).view(-1) for key in sparse}
 
 
+def by_key(view: TrainerView, detection: Detection) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Positions in each sparse parameter, and their codes."""
+    found, begin = {}, 0
+    pos, code = detection.changes.pos, detection.changes.code
+    assert code is not None
+    for info in (info for info in view.weights() if info.sparse):
+        end = begin + torch.Size(info.shape).numel()
+        here = (pos >= begin) & (pos < end)
+        found[info.key] = (pos[here] - begin, code[here])
+        begin = end
+    return found
+
+
 def train_and_watch(me: Rank, spec: TinySpec) -> Seen:
     tiny, view = start(me, spec)
     assert isinstance(view, TrainerView)
@@ -105,19 +119,19 @@ def train_and_watch(me: Rank, spec: TinySpec) -> Seen:
         with CountCommunication() as counter:
             detection = view.detect()
         assert detection.reason is Reason.NONE, detection
-        changes = {change.key: change for change in detection.changes}
+        changes = by_key(view, detection)
         view.gather_params()
         after = bits(view)
         steps.append(
             Step(
                 truth={key: (before[key] != after[key]).nonzero().view(-1) for key in after},
-                found={key: change.index for key, change in changes.items()},
-                codes={key: change.code for key, change in changes.items()},
+                found={key: index for key, (index, _) in changes.items()},
+                codes={key: code for key, (_, code) in changes.items()},
                 num_communications=counter.num_calls,
             )
         )
         view.committed()
-    assert view.detect().changes == ()
+    assert view.detect().num_changed == 0
     return Seen(
         layout=view.layout(),
         weights=view.weights(),
@@ -329,14 +343,14 @@ def check_late_gather(me: Rank, spec: TinySpec) -> None:
         assert counter.num_calls > 0
         current = bits(view)
         assert any(not late[key].equal(current[key]) for key in current), "nothing was late"
-        found = {change.key: change.index for change in detection.changes}
+        found = by_key(view, detection)
         for info in view.weights():
             owned = slice(info.owned_start, info.owned_stop)
             assert late[info.key][owned].equal(current[info.key][owned]), "owners hold what they stepped"
             truth = (before[info.key][owned] != current[info.key][owned]).nonzero().view(
                 -1
             ) + info.owned_start
-            assert not set(truth.tolist()) - set(found.get(info.key, torch.empty(0)).tolist())
+            assert not set(truth.tolist()) - set(found[info.key][0].tolist())
 
 
 @pytest.mark.parametrize("model", ["qwen3", "qwen3-moe"])

@@ -196,9 +196,9 @@ def test_members_keep_what_they_hold_from_call_to_call() -> None:
 @pytest.mark.parametrize(
     ("action", "said"),
     [
-        ("die", "process b: the process died\na word before the end"),
+        ("die", "process b died\na word before the end"),
         ("stumble", "process b failed:\n.*nobody foresaw it"),
-        ("sleep", "process b: did not finish in 1 s"),
+        ("sleep", "process b did not finish in 1 s"),
     ],
 )
 def test_a_member_that_cannot_go_on_is_named_and_none_is_left(action: str, said: str) -> None:

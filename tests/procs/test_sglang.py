@@ -131,9 +131,9 @@ def bits(model: nn.Module) -> dict[str, int]:
     }
 
 
-def joining(port: int, **ranks: int) -> Joining:
-    counts = {"num_engine_ranks": 1, "num_trainer_ranks": 1, **ranks}
-    return Joining(rendezvous=Rendezvous(port=port, **counts), settings=SETTINGS, engine="sglang")
+def joining(port: int, num_engine_ranks: int = 1, num_trainer_ranks: int = 1) -> Joining:
+    meeting = Rendezvous(port=port, num_engine_ranks=num_engine_ranks, num_trainer_ranks=num_trainer_ranks)
+    return Joining(rendezvous=meeting, settings=SETTINGS, engine="sglang")
 
 
 def write_checkpoint(me: Rank, view: MegatronTrainer, version: int) -> None:

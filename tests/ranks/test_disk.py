@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import threading
 import time
@@ -27,7 +28,7 @@ from awex_delta.protocol.verdict import Kind, Reason
 from awex_delta.testing.ranks import results
 from awex_delta.trainers.torch_adamw import TorchAdamWTrainer
 from awex_delta.trainers.view import TrainerLayout, WeightInfo
-from tests.ranks.conftest import BIAS, CUT, DOWN, EMBED, NORM, Q_PROJ, SHAPES
+from tests.ranks.conftest import BIAS, CUT, DOWN, EMBED, SHAPES
 from tests.ranks.disk import SETTINGS as DISK_SETTINGS
 from tests.ranks.disk import Engine, Trainers, files_below
 
@@ -281,8 +282,10 @@ def test_tensor_parallel_trainers_write_whole_tensors_once(build: Build, tmp_pat
     assert len(by_file) == 2  # the work is shared
     delta = Catalogue(Folder(str(tmp_path))).get(2)
     assert isinstance(delta, Manifest)
-    assert sum(entry.name == NORM for entry in delta.tensors) <= 1  # replicas write once
-    assert {e.file for e in delta.tensors if e.name == Q_PROJ} == {f.name for f in delta.files}
+    assert [line.boxes.file for line in delta.lines] == [file.name for file in delta.files]
+    assert len(delta.lines) == 2
+    numel = sum(math.prod(shape) for shape in SHAPES.values())
+    assert sum(line.numel for line in delta.lines) == numel  # replicas write once
 
 
 def publish_again(trainers: Trainers, version: int) -> None:
@@ -355,7 +358,8 @@ def test_the_encoding_is_chosen_by_the_speed_of_writing(
     slow.write(1)
     manifest = Catalogue(Folder(slow.url)).get(1)
     assert isinstance(manifest, Manifest)
-    assert {entry.encoding for entry in manifest.tensors} - {"whole"} == {encoding}
+    encodings = {body.encoding for line in manifest.lines for body in line.bodies}
+    assert encodings - {"whole"} == {encoding}
 
 
 @pytest.mark.timeout(60)
@@ -385,11 +389,8 @@ def test_positions_among_weights_of_one_exponent_are_read_back(
     assert late.holds({name: tensor.clone() for name, tensor in weights.items()})
     manifest = Catalogue(Folder(trainers.url)).get(4)
     assert isinstance(manifest, Manifest)
-    packed = [entry for entry in manifest.tensors if entry.encoding == "ulp_context"]
-    assert {entry.file for entry in packed} == {file.name for file in manifest.files}
-    spans = [sum(stop - start for start, stop in entry.owned) for entry in packed]
-    parts = 1 if cut else 2  # what one of two ranks owns of the box
-    assert spans == [entry.numel // parts for entry in packed]
+    packed = [body for line in manifest.lines for body in line.bodies if body.encoding == "ulp_context"]
+    assert {body.file for body in packed} == {file.name for file in manifest.files}
 
 
 def test_a_rank_that_holds_a_part_cannot_read_positions_among_weights(build: Build, tmp_path: Path) -> None:

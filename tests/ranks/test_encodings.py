@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 
 from awex_delta.errors import UpdateAborted
+from awex_delta.lines.changes import Changes
+from awex_delta.protocol import staging
 from awex_delta.protocol.verdict import Kind, Reason
 from awex_delta.testing.dict_engine import DictEngine
 from awex_delta.testing.pairing import EngineSeat, Pairing
+from awex_delta.wire import codec
+from awex_delta.wire.frame import FrameIdentity
 from awex_delta.wire.registry import CODECS
+from awex_delta.wire.spans import Old
 from tests.ranks.conftest import BIAS, DOWN, EMBED, ROUTER, train, wrong
+from tests.ranks.seams import Scatter, pack_by, write_by
 
 Make = Callable[..., Pairing]
 ENCODINGS = [*CODECS, "auto"]
@@ -87,29 +92,33 @@ def test_the_same_version_can_be_sent_again(make: Make, encoding: str, phase: st
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
-def test_an_apply_that_stops_half_way_is_repaired_by_the_retry(make: Make, encoding: str) -> None:
+def test_an_apply_that_stops_half_way_is_repaired_by_the_retry(
+    make: Make, monkeypatch: pytest.MonkeyPatch, encoding: str
+) -> None:
     pairing = make(encoding=encoding, lr=1e-5)
     for version in range(2):
         train(pairing)
         pairing.commit(version)
     train(pairing)
-    receiver: Any = pairing.receivers[2]
-    apply = receiver._apply
+    before = wrong(pairing)[2]
 
-    def half(staged: Sequence[Any]) -> int:
-        receiver._apply = apply
-        apply(staged[: len(staged) // 2])
+    def half(scatter: Scatter, pos: torch.Tensor, value: torch.Tensor) -> None:
+        scatter(pos[::2].contiguous(), value[::2])
         raise OSError("the device is gone")
 
-    receiver._apply = half
-    assert {type(one) for one in pairing.update(2)} == {UpdateAborted}
+    with monkeypatch.context() as patch:
+        write_by(patch, pairing.engines[2], half)
+        outcome = pairing.update(2)
+    assert {type(one) for one in outcome} == {UpdateAborted}
+    assert "the device is gone" in str(outcome[0])
+    assert 0 < sum(wrong(pairing)[2].values()) < sum(before.values())
     assert not pairing.receivers[2].ready
     pairing.commit(2)
     assert wrong(pairing) == [{}] * 3
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
-def test_another_base_is_never_written_to(make: Make, encoding: str) -> None:
+def test_another_base_is_never_written_to(make: Make, monkeypatch: pytest.MonkeyPatch, encoding: str) -> None:
     """An engine that lost its weights gets a full sync; a frame of another base is stale before a write."""
     pairing = make(encoding=encoding, lr=1e-5)
     for version in range(2):
@@ -121,16 +130,13 @@ def test_another_base_is_never_written_to(make: Make, encoding: str) -> None:
     assert wrong(pairing) == [{}] * 3
     train(pairing)
     held = [{n: t.clone() for n, t in engine.tensors_by_name.items()} for engine in pairing.engines]
-    sender: Any = pairing.senders[0]
-    frame = sender._frame
 
-    def other_base(decision: Any, *rest: Any) -> torch.Tensor:
-        packed: torch.Tensor = frame(replace(decision, base=1), *rest)
-        return packed
+    def other_base(identity: FrameIdentity, pack: Callable[[FrameIdentity], torch.Tensor]) -> torch.Tensor:
+        return pack(replace(identity, base_version=1) if identity.sender == 3 else identity)
 
-    sender._frame = other_base
-    outcome = pairing.update(3)
-    sender._frame = frame
+    with monkeypatch.context() as patch:
+        pack_by(patch, other_base)
+        outcome = pairing.update(3)
     assert {type(one) for one in outcome} == {UpdateAborted}
     assert "StaleFrameError: frame belongs elsewhere: base_version=1 (expected 2)" in str(outcome[0])
     for engine, old in zip(pairing.engines, held, strict=True):
@@ -140,30 +146,40 @@ def test_another_base_is_never_written_to(make: Make, encoding: str) -> None:
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
-def test_values_are_computed_before_the_first_write(make: Make, encoding: str) -> None:
+def test_values_are_computed_before_the_first_write(
+    make: Make, monkeypatch: pytest.MonkeyPatch, encoding: str
+) -> None:
     """Staging alone leaves the engine as it was, and staging twice gives the same values."""
     pairing = make(encoding=encoding, lr=1e-5)
     train(pairing)
     pairing.commit(0)
     train(pairing)
-    receiver: Any = pairing.receivers[2]
-    settle, apply, seen = receiver._settle, receiver._apply, []
-    before = {n: t.clone() for n, t in pairing.engines[2].tensors_by_name.items()}
+    engine = pairing.engines[2]
+    before = {n: t.clone() for n, t in engine.tensors_by_name.items()}
+    seen: list[str] = []
 
-    def twice(*arguments: Any) -> Any:
-        first, second = settle(*arguments), settle(*arguments)
+    def twice(changes: Changes, old: Old) -> Changes:
+        kept = None if changes.value is None else changes.value.clone()
+        first = codec.settle(changes, old)
+        second = codec.settle(replace(changes, value=kept), old)
+        assert first.value is not None
+        assert second.value is not None
         assert torch.equal(first.value, second.value)
         assert first.code is None
+        seen.append("settle")
         return second
 
-    def check_untouched(staged: Sequence[Any]) -> int:
-        seen.append(all(torch.equal(t, before[n]) for n, t in pairing.engines[2].tensors_by_name.items()))
-        written: int = apply(staged)
-        return written
+    def check_untouched(scatter: Scatter, pos: torch.Tensor, value: torch.Tensor) -> None:
+        if "write" not in seen:
+            assert all(torch.equal(t, before[n]) for n, t in engine.tensors_by_name.items())
+        seen.append("write")
+        scatter(pos, value)
 
-    receiver._settle, receiver._apply = twice, check_untouched
+    monkeypatch.setattr(staging, "settle", twice)
+    write_by(monkeypatch, engine, check_untouched)
     pairing.commit(1)
-    assert seen == [True]
+    assert seen.count("settle") == 2 + 2 * 2  # each trainer rank to the whole engine and to both parts
+    assert seen.count("write") == 2
     assert wrong(pairing) == [{}] * 3
 
 

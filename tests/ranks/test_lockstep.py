@@ -8,11 +8,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import zstandard
 
 from awex_delta.errors import ConnectError, LockstepError, PeerError
+from awex_delta.plan.columns import pack
 from awex_delta.protocol.stats import UpdateStats
 from awex_delta.protocol.verdict import Kind, Reason
-from awex_delta.testing.pairing import Pairing
+from awex_delta.testing.pairing import Outcome, Pairing
 from tests.ranks.conftest import SETTINGS, train, wrong
 from tests.ranks.test_faults import ENGINE, TRAINER, check_recovery, errors, ready
 
@@ -188,7 +190,7 @@ def test_a_description_that_cannot_be_read_is_refused_by_every_rank(make: Make, 
 
 @pytest.mark.parametrize(
     ("size", "message"),
-    [(2**30, "announces"), (2**62, "announces"), (2**64 - 1, "announces"), (3, "no JSON")],
+    [(2**30, "announces"), (2**62, "announces"), (2**64 - 1, "announces"), (3, "malformed description")],
 )
 def test_a_description_of_a_wrong_size_is_refused_before_memory_is_taken_for_it(
     make: Make, size: int, message: str
@@ -214,3 +216,109 @@ def test_a_description_of_a_wrong_size_is_refused_before_memory_is_taken_for_it(
         assert message in str(error)
     comm.gather = gather  # type: ignore[method-assign]
     assert pairing.commit(0)[0].verdict.kind is Kind.FULL
+
+
+def packed(**header: object) -> bytes:
+    """A description with this header and no columns."""
+    return pack(header, {}, {})
+
+
+ENGINE_HEADER: dict[str, Any] = {
+    "role": "engine",
+    "rank": 1,
+    "engine": "cut",
+    "agreed": {},
+    "context": False,
+    "layout": "0" * 32,
+    "layout_bytes": 100,
+}
+BLOBS = [
+    b"",
+    b"{}",
+    zstandard.compress(b"5"),
+    zstandard.compress(b"{}"),
+    zstandard.compress(b"[" * 100_000),
+    packed(),
+    packed(role="engine"),
+    packed(**{**ENGINE_HEADER, "rank": 1.5}),
+    packed(**{**ENGINE_HEADER, "layout": "x"}),
+    packed(**{**ENGINE_HEADER, "layout_bytes": 2**62}),
+    packed(**{**ENGINE_HEADER, "layout_bytes": -1}),
+    packed(**ENGINE_HEADER, surprise=1),
+]
+
+
+def connect_with(
+    pairing: Pairing, monkeypatch: pytest.MonkeyPatch, name: str, lie: Callable[..., Any]
+) -> list[Outcome]:
+    """An update in which one call of an engine rank's `Comm` gets other arguments."""
+    comm = pairing.ends[ENGINE].comm
+    honest = getattr(comm, name)
+    begin = time.monotonic()
+    with monkeypatch.context() as patch:
+        patch.setattr(comm, name, lambda *given, phase: honest(*lie(phase, *given), phase=phase))
+        outcome = pairing.update(0)
+    check_at_once(begin)
+    return outcome
+
+
+def check_connects(pairing: Pairing) -> None:
+    train(pairing)
+    assert pairing.commit(0)[0].verdict.kind is Kind.FULL
+    assert wrong(pairing) == [{}] * 3
+
+
+@pytest.mark.parametrize("said", BLOBS, ids=range(len(BLOBS)))
+def test_bytes_that_are_no_description_are_refused_by_every_rank(
+    make: Make, monkeypatch: pytest.MonkeyPatch, said: bytes
+) -> None:
+    pairing = make()
+    outcome = connect_with(
+        pairing, monkeypatch, "gather_bytes", lambda phase, blob: [said if phase == "describe" else blob]
+    )
+    assert errors(outcome) == [ConnectError] * 5
+    assert all("seat 1 sent a malformed description" in str(error) for error in outcome), outcome
+    check_connects(pairing)
+
+
+def test_a_layout_that_was_damaged_is_refused_by_every_rank(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pairing = make()
+
+    def damage(_: str, blob: bytes, num_bytes: int, source: int) -> list[Any]:
+        return [blob[:-1] + bytes([blob[-1] ^ 1]) if source == ENGINE else blob, num_bytes, source]
+
+    outcome = connect_with(pairing, monkeypatch, "broadcast", damage)
+    assert errors(outcome) == [ConnectError] * 5
+    assert {str(error) for error in outcome} == {"a layout was damaged on the way"}
+    check_connects(pairing)
+
+
+WORDS = [
+    b"",
+    b"5",
+    b"null",
+    b"{",
+    b'{"lines": 5}',
+    b'{"lines": [[1]]}',
+    b'{"lines": [[-1, "bfloat16", 1, 0, "0"]], "bytes": 0}',
+    b'{"lines": [[9, "bfloat16", 1, 0, "0"]], "bytes": 0}',
+    b'{"lines": [[3, "int8", 1, 0, "0"]], "bytes": 0}',
+    b'{"lines": [[3, "bfloat16", 1, 0, "0"]], "bytes": 0}',
+    b'{"lines": [], "bytes": 0}',
+    b'{"lines": [], "bytes": "many"}',
+]
+
+
+@pytest.mark.parametrize("said", WORDS, ids=range(len(WORDS)))
+def test_a_plan_that_cannot_be_read_or_is_another_one_is_refused_by_every_rank(
+    make: Make, monkeypatch: pytest.MonkeyPatch, said: bytes
+) -> None:
+    pairing = make()
+    outcome = connect_with(
+        pairing, monkeypatch, "gather_bytes", lambda phase, blob: [said if phase == "plan" else blob]
+    )
+    assert errors(outcome) == [LockstepError] * 5
+    assert len({str(error) for error in outcome}) == 1
+    check_connects(pairing)

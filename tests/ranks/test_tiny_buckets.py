@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -16,8 +17,10 @@ from awex_delta.protocol.verdict import Kind
 from awex_delta.testing.dict_engine import DictEngine
 from awex_delta.testing.pairing import EngineSeat, Pairing
 from awex_delta.trainers.torch_adamw import TorchAdamWTrainer
+from awex_delta.wire.frame import FrameIdentity
 from awex_delta.wire.registry import CODECS
 from tests.ranks.conftest import BIAS, DOWN, EMBED, NORM, Q_PROJ, ROUTER, SETTINGS, train, wrong
+from tests.ranks.seams import pack_by
 
 Make = Callable[..., Pairing]
 Frames = list[torch.Tensor]
@@ -26,33 +29,29 @@ SHAPES: dict[str, tuple[int, ...]] = {EMBED: (16, 9), Q_PROJ: (12, 8), DOWN: (8,
 BITS = torch.int16
 
 
-def note_frames(pairing: Pairing) -> dict[int, Frames]:
-    """By trainer rank, every frame that it packs from now on."""
-    seen: dict[int, Frames] = {}
-    for rank, sender in enumerate(pairing.senders):
-        _note(sender, seen.setdefault(rank, []))
+@pytest.fixture
+def frames(monkeypatch: pytest.MonkeyPatch) -> dict[int, Frames]:
+    """By transfer rank, every frame that is packed."""
+    seen: dict[int, Frames] = defaultdict(list)
+
+    def noted(identity: FrameIdentity, pack: Callable[[FrameIdentity], torch.Tensor]) -> torch.Tensor:
+        seen[identity.sender].append(pack(identity))
+        return seen[identity.sender][-1]
+
+    pack_by(monkeypatch, noted)
     return seen
 
 
-def _note(sender: Any, frames: Frames) -> None:
-    pack = sender._frame
-
-    def noted(*arguments: Any) -> torch.Tensor:
-        frames.append(pack(*arguments))
-        return frames[-1]
-
-    sender._frame = noted
-
-
 @pytest.mark.parametrize("encoding", [*CODECS, "auto"])
-def test_versions_stay_bit_identical_in_tiny_frames(make: Make, encoding: str) -> None:
+def test_versions_stay_bit_identical_in_tiny_frames(
+    make: Make, frames: dict[int, Frames], encoding: str
+) -> None:
     pairing = make(
         encoding=encoding,
         bucket_bytes=TINY[encoding],
         buffers={BIAS: (40,)},
         fp32={ROUTER: (4, 80)},
     )
-    frames = note_frames(pairing)
     for version in range(4):
         train(pairing)
         stats = pairing.commit(version)
@@ -63,8 +62,7 @@ def test_versions_stay_bit_identical_in_tiny_frames(make: Make, encoding: str) -
         )
         assert sum(len(rank) for rank in frames.values()) > 12 or not version
         assert all(frame.numel() <= TINY[encoding] for rank in frames.values() for frame in rank)
-        for rank in frames.values():
-            rank.clear()
+        frames.clear()
 
 
 class Edited(TorchAdamWTrainer):
@@ -171,20 +169,20 @@ def test_a_single_element_keeps_its_bits(edited: Make, encoding: str, value: int
 
 
 @pytest.mark.parametrize("encoding", ["indices", "gaps", "ulp"])
-def test_exactly_one_bucket_and_one_byte_more(make: Make, encoding: str) -> None:
+def test_exactly_one_bucket_and_one_byte_more(make: Make, frames: dict[int, Frames], encoding: str) -> None:
     """The bound of a delta fits into one frame, and a byte less does not."""
 
     def frames_at(bucket_bytes: int) -> Frames:
         engine = [EngineSeat(engine="e", view=DictEngine({DOWN: (64, 96)}))]
         options = {"shapes": {DOWN: (64, 96)}, "num_trainers": 1, "engines": engine}
         pairing = make(encoding=encoding, bucket_bytes=bucket_bytes, **options)
-        frames = note_frames(pairing)[0]
+        frames.clear()
         for version in range(2):
             train(pairing)
             stats = pairing.commit(version)
             assert wrong(pairing) == [{}]
-        assert stats[0].total_wire_bytes == sum(frame.numel() for frame in frames)
-        return frames
+        assert stats[0].total_wire_bytes == sum(frame.numel() for frame in frames[1])
+        return frames[1]
 
     (one,) = frames_at(64 << 20)
     low, high = one.numel() - 1, 16 * one.numel()
@@ -201,7 +199,7 @@ def test_a_bucket_that_holds_no_element_ends_the_update_everywhere(make: Make) -
     train(pairing)
     outcome = pairing.update(1)
     assert {type(one) for one in outcome} == {UpdateAborted}
-    assert "a frame of 200 bytes cannot hold one changed element" in str(outcome[0])
+    assert "weight_update_bucket_bytes=200 cannot hold one changed element" in str(outcome[0])
     assert all(receiver.ready for receiver in pairing.receivers)
 
 
@@ -227,15 +225,16 @@ class Alive:
         return frame
 
 
-def watch_sender(sender: Any) -> Alive:
-    alive, pack = Alive(), sender._frame
+def watch_senders(monkeypatch: pytest.MonkeyPatch, seats: Iterable[int]) -> list[Alive]:
+    watched = {seat: Alive() for seat in seats}
 
-    def counted(*arguments: Any) -> torch.Tensor:
+    def counted(identity: FrameIdentity, pack: Callable[[FrameIdentity], torch.Tensor]) -> torch.Tensor:
+        alive = watched[identity.sender]
         alive.before()
-        return alive.after(pack(*arguments))
+        return alive.after(pack(identity))
 
-    sender._frame = counted
-    return alive
+    pack_by(monkeypatch, counted)
+    return list(watched.values())
 
 
 def watch_receiver(receiver: Any) -> Alive:
@@ -253,11 +252,13 @@ def watch_receiver(receiver: Any) -> Alive:
 
 
 @pytest.mark.parametrize("encoding", ["indices", "ulp_zstd"])
-def test_two_frames_exist_at_once_on_each_rank(make: Make, encoding: str) -> None:
+def test_two_frames_exist_at_once_on_each_rank(
+    make: Make, monkeypatch: pytest.MonkeyPatch, encoding: str
+) -> None:
     pairing = make(encoding=encoding, bucket_bytes=TINY[encoding], fp32={ROUTER: (4, 80)})
     train(pairing)
     pairing.commit(0)
-    watched = [*map(watch_sender, pairing.senders), *map(watch_receiver, pairing.receivers)]
+    watched = [*watch_senders(monkeypatch, [3, 4]), *map(watch_receiver, pairing.receivers)]
     train(pairing)
     assert pairing.commit(1)[0].verdict.kind is Kind.DELTA
     assert wrong(pairing) == [{}, {}, {}]
@@ -268,18 +269,19 @@ def test_two_frames_exist_at_once_on_each_rank(make: Make, encoding: str) -> Non
 @pytest.mark.parametrize("broken", ["pack", "damage"])
 @pytest.mark.parametrize("place", [0, 2])
 def test_a_frame_that_fails_among_many_ends_the_update_everywhere(
-    make: Make, broken: str, place: int
+    make: Make, monkeypatch: pytest.MonkeyPatch, broken: str, place: int
 ) -> None:
     """Nobody waits for frames that do not come, nothing is written, and the next update is right."""
     pairing = make(bucket_bytes=256, fp32={ROUTER: (4, 80)})
     train(pairing)
     pairing.commit(0)
     held = [{n: t.clone() for n, t in engine.tensors_by_name.items()} for engine in pairing.engines]
-    sender: Any = pairing.senders[0]
-    pack, packed = sender._frame, []
+    packed: Frames = []
 
-    def fails(*arguments: Any) -> torch.Tensor:
-        frame: torch.Tensor = pack(*arguments)
+    def fails(identity: FrameIdentity, pack: Callable[[FrameIdentity], torch.Tensor]) -> torch.Tensor:
+        frame = pack(identity)
+        if identity.sender != 3:
+            return frame
         packed.append(frame)
         if len(packed) == place + 1 and broken == "pack":
             raise MemoryError("no room for a frame")
@@ -287,12 +289,12 @@ def test_a_frame_that_fails_among_many_ends_the_update_everywhere(
             frame[-1] ^= 1
         return frame
 
-    sender._frame = fails
     train(pairing)
     begin = time.monotonic()
-    outcome = pairing.update(1)
+    with monkeypatch.context() as patch:
+        pack_by(patch, fails)
+        outcome = pairing.update(1)
     assert time.monotonic() - begin < 10
-    sender._frame = pack
     assert {type(one) for one in outcome} == {UpdateAborted}
     assert ("no room for a frame" if broken == "pack" else "checksum differs") in str(outcome[0])
     assert len(packed) > place + 1

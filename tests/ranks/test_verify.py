@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import threading
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from awex_delta.errors import UpdateAborted, VerificationError
-from awex_delta.lines.storages import scatter_into
-from awex_delta.protocol import receiver
+from awex_delta.protocol import verify as verify_module
 from awex_delta.protocol.comm import Comm
 from awex_delta.protocol.verdict import Kind, Reason
 from awex_delta.testing.dict_engine import DictEngine
 from awex_delta.testing.pairing import EngineSeat, Outcome, Pairing
-from awex_delta.wire import digest
+from awex_delta.wire.digest import sum_at
 from tests.ranks.conftest import BIAS, CUT, DOWN, EMBED, NORM, Q_PROJ, ROUTER, SHAPES, train, truth, wrong
+from tests.ranks.seams import Scatter, write_by
 
 Make = Callable[..., Pairing]
 Tamper = Callable[[DictEngine], None]
@@ -55,14 +55,12 @@ def tamper_at_synchronize(engine: DictEngine, tamper: Tamper) -> None:
     engine.synchronize = act  # type: ignore[method-assign]
 
 
-def expect_refusal(outcome: list[Outcome], *named: str) -> str:
-    """All ranks refuse alike, and name exactly these tensors. The message."""
+def expect_refusal(outcome: list[Outcome], version: int, named: dict[int, list[str]]) -> None:
+    """All ranks refuse alike, and name exactly these tensors, by engine rank."""
     assert [type(one) for one in outcome] == [VerificationError] * len(outcome)
-    messages = {str(one) for one in outcome}
-    assert len(messages) == 1
-    message = messages.pop()
-    assert {name for name in (*FULLER, BIAS, ROUTER) if f"{name} [" in message} == set(named)
-    return message
+    engines = "; ".join(f"engine rank {rank}: {', '.join(names)}" for rank, names in named.items())
+    said = f"version {version} was given up: live weights differ from the trainer's after the writes, "
+    assert {str(one) for one in outcome} == {f"{said}{engines}. The next update is a full sync"}
 
 
 def expect_recovery(pairing: Pairing, version: int) -> None:
@@ -80,28 +78,33 @@ def expect_recovery(pairing: Pairing, version: int) -> None:
     assert wrong(pairing) == [{}] * len(pairing.engines)
 
 
+OTHER_DOWN = "model.layers.1.mlp.down_proj.weight"
+
+
 class FaultyWrites:
-    """Stands in for the receiver's write, and does it wrong once: for the last tensor of a kind."""
+    """Does the first write to one tensor wrong; `done` tells that it came."""
 
-    def __init__(self, fault: str, engine: DictEngine) -> None:
+    def __init__(self, fault: str) -> None:
         self.fault = fault
-        self.engine = engine
         self.done = False
-        self._lock = threading.Lock()
+        sizes = [torch.Size(shape).numel() for shape in FULLER.values()]
+        starts = dict(zip(FULLER, [0, *np.cumsum(sizes).tolist()], strict=False))
+        self.start, self.size = starts[DOWN], torch.Size(SHAPES[DOWN]).numel()
+        self.other = starts[OTHER_DOWN]
 
-    def __call__(self, view: torch.Tensor, index: torch.Tensor, values: torch.Tensor) -> None:
-        target = self.engine.tensors_by_name[DOWN]
-        mine = view.untyped_storage().data_ptr() == target.untyped_storage().data_ptr()
-        with self._lock:
-            wrong_now = mine and not self.done and index.numel() > 0
-            self.done = self.done or wrong_now
-        if not wrong_now:
-            scatter_into(view, index, values)
-        elif self.fault == "offset":
-            scatter_into(view, (index + 1) % view.numel(), values)
+    def __call__(self, scatter: Scatter, pos: torch.Tensor, value: torch.Tensor) -> None:
+        mine = (pos >= self.start) & (pos < self.start + self.size)
+        if self.done or not mine.any():
+            scatter(pos, value)
+            return
+        self.done = True
+        scatter(pos[~mine], value[~mine])
+        inside, value = pos[mine] - self.start, value[mine]
+        if self.fault == "offset":
+            moved, order = ((inside + 1) % self.size).sort()
+            scatter(self.start + moved, value[order])
         elif self.fault == "tensor":
-            other = self.engine.tensors_by_name["model.layers.1.mlp.down_proj.weight"]
-            scatter_into(other, index, values)
+            scatter(self.other + inside, value)
         else:
             assert self.fault == "dropped"
 
@@ -116,16 +119,18 @@ def test_a_write_that_goes_wrong_is_found_at_once(
         EngineSeat(engine="b", view=DictEngine(FULLER)),
     ]
     pairing = ready(make(shapes=FULLER, engines=seats, encoding=encoding))
-    faulty = FaultyWrites(fault, pairing.engines[ENGINE])
-    monkeypatch.setattr(receiver, "scatter_into", faulty)
-    outcome = pairing.update(2)
+    faulty = FaultyWrites(fault)
+    with monkeypatch.context() as patch:
+        write_by(patch, pairing.engines[ENGINE], faulty)
+        outcome = pairing.update(2)
     assert faulty.done
-    assert sum(wrong(pairing)[ENGINE].values()) > 0
+    damaged = wrong(pairing)[ENGINE]
+    assert set(damaged) == ({DOWN, OTHER_DOWN} if fault == "tensor" else {DOWN})
     message = str(outcome[0])
     assert [type(one) for one in outcome] == [VerificationError] * 4
-    assert f"engine rank 1: {DOWN} [0:8, 0:24]" in message
+    assert f"engine rank 1: {DOWN}" in message
     assert "engine rank 0" not in message
-    assert f"{NORM} [" not in message
+    assert not any(name in message for name in FULLER if name not in damaged)
     expect_recovery(pairing, 2)
 
 
@@ -146,8 +151,7 @@ def test_a_bit_that_flips_in_a_touched_weight_is_found_at_once(make: Make) -> No
     pairing = ready(make(lr=3e-5))
     place = touched(pairing, Q_PROJ)[0]
     tamper_at_synchronize(pairing.engines[2], lambda engine: flip(engine.tensors_by_name[Q_PROJ], place))
-    message = expect_refusal(pairing.update(2), Q_PROJ)
-    assert f"engine rank 2: {Q_PROJ} [0:12, 0:8]. " in message
+    expect_refusal(pairing.update(2), 2, {2: [Q_PROJ]})
     expect_recovery(pairing, 2)
 
 
@@ -159,7 +163,7 @@ def test_two_touched_elements_that_change_places_are_found_at_once(make: Make) -
     tamper_at_synchronize(
         pairing.engines[2], lambda engine: swap(engine.tensors_by_name[Q_PROJ], first, second)
     )
-    expect_refusal(pairing.update(2), Q_PROJ)
+    expect_refusal(pairing.update(2), 2, {2: [Q_PROJ]})
     expect_recovery(pairing, 2)
 
 
@@ -177,14 +181,15 @@ def test_a_bit_that_flipped_before_the_update_in_a_touched_weight_is_found_at_on
     held = {name: tensor.clone() for name, tensor in engine.items()}
     outcome = pairing.update(2)
     if encoding.startswith("ulp"):  # the step from the wrong value was written, and read back
-        expect_refusal(outcome, Q_PROJ)
+        expect_refusal(outcome, 2, {2: [Q_PROJ]})
         expect_recovery(pairing, 2)
         return
     assert [type(one) for one in outcome] == [UpdateAborted] * len(outcome)
-    assert (
-        f"engine rank 2, seat 2: DriftError: live weights are not those of version 1 any more: {Q_PROJ}. "
-        in str(outcome[0])
-    )
+    said = str(outcome[0])
+    assert "engine rank 2, seat 2: DriftError: live weights are not those of version 1 any more" in said
+    named = said.partition("or more of: ")[2].partition(". Something else")[0].split(", ")
+    assert Q_PROJ in named
+    assert set(named) <= set(SHAPES)
     assert all(torch.equal(held[name].view(torch.int16), engine[name].view(torch.int16)) for name in held)
     assert [(one.ready, one.dirty) for one in pairing.receivers] == [(True, False)] * 2 + [(False, True)]
     stats = pairing.commit(2)
@@ -214,8 +219,7 @@ def test_an_untouched_weight_is_found_at_the_next_full_verification(make: Make, 
     for version in (1, 2, 3):
         train(pairing)
         assert pairing.commit(version)[0].verified == "touched"
-    message = expect_refusal(pairing.update(4), DOWN)
-    assert f"engine rank 1: {DOWN} [0:8, 0:12]. " in message
+    expect_refusal(pairing.update(4), 4, {1: [DOWN]})
     expect_recovery(pairing, 4)
 
 
@@ -223,8 +227,7 @@ def test_full_finds_it_in_every_delta(make: Make) -> None:
     pairing = ready(make(verify="full", lr=0.0))
     flip(pairing.engines[0].tensors_by_name[NORM], 2)
     flip(pairing.engines[2].tensors_by_name[EMBED], 100)
-    message = expect_refusal(pairing.update(2), NORM, EMBED)
-    assert f"engine rank 0: {NORM} [0:8]; engine rank 2: {EMBED} [0:16, 0:8]. " in message
+    expect_refusal(pairing.update(2), 2, {0: [NORM], 2: [EMBED]})
     expect_recovery(pairing, 2)
 
 
@@ -232,15 +235,14 @@ def test_full_finds_it_in_every_delta(make: Make) -> None:
 def test_tensors_that_travel_whole(make: Make, name: str, verify: str) -> None:
     pairing = ready(make(verify=verify, buffers={BIAS: (4,)}, fp32={ROUTER: (4, 8)}))
     tamper_at_synchronize(pairing.engines[0], lambda engine: flip(engine.tensors_by_name[name], 3, bit=0))
-    expect_refusal(pairing.update(2), name)
+    expect_refusal(pairing.update(2), 2, {0: [name]})
     expect_recovery(pairing, 2)
 
 
 def test_full_syncs_compare_everything(make: Make) -> None:
     pairing = ready(make(anchor_interval=1))
     tamper_at_synchronize(pairing.engines[1], lambda engine: flip(engine.tensors_by_name[DOWN], 5))
-    message = expect_refusal(pairing.update(2), DOWN)
-    assert "engine rank 1" in message
+    expect_refusal(pairing.update(2), 2, {1: [DOWN]})
     expect_recovery(pairing, 2)
 
 
@@ -255,10 +257,7 @@ def test_a_tied_head(make: Make, separate: bool) -> None:
         assert pairing.commit(version)[0].verified == "full"
     flip(view.tensors_by_name[head if separate else EMBED], 9)
     train(pairing)
-    outcome = pairing.update(3)
-    assert [type(one) for one in outcome] == [VerificationError] * 3
-    assert (f"{head} [" in str(outcome[0])) == separate
-    assert (f"{EMBED} [" in str(outcome[0])) != separate
+    expect_refusal(pairing.update(3), 3, {0: [head if separate else EMBED]})
 
 
 @pytest.mark.parametrize("encoding", ["indices", "ulp", "auto"])
@@ -279,15 +278,28 @@ def test_full_agrees_with_itself_over_owners_replicas_and_cuts(
         assert wrong(pairing) == [{}] * 3
 
 
-def splitmix_sum(tensor: torch.Tensor, salt: str) -> int:
-    """An independent digest of a tensor: splitmix64 in numpy's uint64, one output an element."""
-    bits = tensor.contiguous().view(-1).view(torch.int16).numpy().astype(np.int64).astype(np.uint64)
-    seed = int.from_bytes(hashlib.blake2b(salt.encode(), digest_size=8).digest(), "little")
+def splitmix_sum(bits: np.ndarray, salt: int) -> int:
+    """An independent digest of a line: splitmix64 in numpy's uint64, one output an element."""
+    bits = bits.astype(np.int64).astype(np.uint64)
     with np.errstate(over="ignore"):
-        state = np.arange(bits.size, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(seed) + bits
+        state = np.arange(bits.size, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(salt) + bits
         for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
             state = (state ^ (state >> np.uint64(shift))) * np.uint64(factor)
     return sum(int(one) for one in state) % 2**64
+
+
+def line_of(pairing: Pairing, trainer: int, engine: int) -> np.ndarray:
+    """Bits of what one trainer rank owns and one engine rank holds: in order of the trainer's parameters."""
+    parts = {part.name: part for part in pairing.engines[engine].tensors()}
+    found = []
+    for info in pairing.trainers[trainer].weights():
+        part = parts[info.param]
+        held = np.zeros(info.shape, bool)
+        held[tuple(slice(o, o + n) for o, n in zip(part.global_offset, part.view.shape, strict=True))] = True
+        held.reshape(-1)[: info.owned_start] = False
+        held.reshape(-1)[info.owned_stop :] = False
+        found.append(pairing.trainers[trainer].tensor(info.key).view(torch.int16).numpy()[held])
+    return np.concatenate(found)
 
 
 @pytest.fixture
@@ -314,22 +326,56 @@ def test_what_is_said_is_the_digest_of_all_weights(
         train(pairing)
         stats = pairing.commit(version)
     assert stats[0].verdict.kind is kind
-    for rank, engine in enumerate(pairing.engines):
-        want = 0
-        for name, tensor in engine.tensors_by_name.items():
-            want += splitmix_sum(tensor, f"{name}@{','.join('0' * tensor.dim())}")
-        assert rows[rank] == [-want % 2**64 if seat == rank else 0 for seat in range(3)]
-        assert (rows[3][rank] + rows[4][rank]) % 2**64 == want % 2**64
-    assert any(rows[3])
-    assert any(rows[4])
+    total = [0, 0, 0]
+    for trainer in range(2):
+        plan = pairing.senders[trainer]._session.met.plan
+        for engine in range(3):
+            salt = plan.pairs[engine, torch.bfloat16].digest
+            want = splitmix_sum(line_of(pairing, trainer, engine), salt)
+            assert rows[3 + trainer][engine] == want != 0
+            total[engine] += want
+    for seat in range(3):
+        assert rows[seat] == [-total[seat] % 2**64 if seat == rank else 0 for rank in range(3)]
+
+
+@pytest.mark.parametrize("kind", [Kind.FULL, Kind.DELTA])
+def test_engines_of_one_layout_have_equal_sums_that_a_trainer_takes_once(
+    make: Make, monkeypatch: pytest.MonkeyPatch, rows: dict[int, list[int]], kind: Kind
+) -> None:
+    def sums_at(num_engines: int) -> Counter[str]:
+        """How often each trainer rank takes the digest of elements, in one update."""
+        seats = [EngineSeat(engine=f"e{one}", view=DictEngine(SHAPES)) for one in range(num_engines)]
+        pairing = ready(make(engines=seats, anchor_interval=int(kind is Kind.FULL)))
+        counts: Counter[str] = Counter()
+        names: dict[int, str] = {}
+        lock = threading.Lock()
+
+        def counted(*arguments: Any, **options: Any) -> torch.Tensor:
+            with lock:
+                counts[names[threading.get_ident()]] += 1
+            return sum_at(*arguments, **options)
+
+        places = [*(f"engine {one}" for one in range(num_engines)), "trainer 0", "trainer 1"]
+        pairing.threads.run(lambda seat: names.__setitem__(threading.get_ident(), places[seat]))
+        with monkeypatch.context() as patch:
+            patch.setattr(verify_module, "sum_at", counted)
+            stats = pairing.commit(2)
+        assert stats[0].verdict.kind is kind
+        assert wrong(pairing) == [{}] * num_engines
+        for trainer in (rows[num_engines], rows[num_engines + 1]):
+            assert set(trainer) == {trainer[0]} != {0}
+        assert all(counts[f"engine {one}"] > 0 for one in range(num_engines))
+        return Counter({place: count for place, count in counts.items() if "trainer" in place})
+
+    assert sums_at(1) == sums_at(3) == {"trainer 0": 1, "trainer 1": 1}
 
 
 def test_off_reads_nothing_and_says_nothing(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*_: Any, **__: Any) -> torch.Tensor:
         raise AssertionError("a digest was taken")
 
-    monkeypatch.setattr("awex_delta.protocol.verify.sum_at", never)
-    monkeypatch.setattr("awex_delta.protocol.verify.sum_whole", never)
+    monkeypatch.setattr(verify_module, "sum_at", never)
+    monkeypatch.setattr(verify_module, "sums_by_group", never)
     pairing = ready(make(verify="off"))
     tamper_at_synchronize(pairing.engines[0], lambda engine: flip(engine.tensors_by_name[NORM], 1))
     stats = pairing.commit(2)
@@ -363,20 +409,21 @@ def test_many_wrong_tensors_are_counted(make: Make) -> None:
     pairing.commit(0)
     for tensor in pairing.engines[0].tensors_by_name.values():
         flip(tensor, 2)
-    message = str(pairing.update(1)[0])
-    assert "model.layers.0.input_layernorm.weight [0:4], " in message
-    assert message.count("input_layernorm") == 8
-    assert "and 4 more. " in message
+    named = ", ".join(list(shapes)[:8])
+    outcome = pairing.update(1)
+    assert {type(one) for one in outcome} == {VerificationError}
+    assert f"engine rank 0: {named} and 4 more. " in str(outcome[0])
+    assert "layers.8" not in str(outcome[0])
 
 
 def test_parts_of_one_tensor_have_digests_of_their_own(make: Make) -> None:
     """An engine whose two halves were exchanged holds the right bits in the wrong places."""
-    assert digest.salt_of(f"{EMBED}@0,0") != digest.salt_of(f"{EMBED}@8,0")
     pairing = ready(make(verify="full", encoding="ulp"))
     one, other = (pairing.engines[rank].tensors_by_name[EMBED] for rank in range(2))
     kept = one.clone()
     one.copy_(other)
     other.copy_(kept)
-    message = str(pairing.update(2)[0])
-    assert f"engine rank 0: {EMBED} [0:8, 0:8]; engine rank 1: {EMBED} [0:8, 0:8]" in message
+    outcome = pairing.update(2)
+    assert {type(one) for one in outcome} == {VerificationError}
+    assert f"engine rank 0: {EMBED}; engine rank 1: {EMBED}. " in str(outcome[0])
     assert CUT[EMBED] == 0

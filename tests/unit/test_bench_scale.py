@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
 from awex_delta.cli.main import app
-from benchmarks.experts import ExpertsEngine, Shape
-from benchmarks.scale import slopes
+from awex_delta.plan.describe import EngineColumns, TrainerColumns
+from benchmarks import plans
+from benchmarks.experts import ExpertsEngine, ExpertsTrainer, Shape, identical
+from benchmarks.scale import SETTINGS, Run, copy_full_syncs, slopes
 
 FIELDS = {
     *("tensors", "elements", "changed_share", "storages", "encoding", "verified", "identical"),
@@ -76,3 +80,62 @@ def test_what_cannot_be_measured_is_refused(options: list[str], named: str) -> N
     result = CliRunner().invoke(app, ["bench", "scale", *options])
     assert result.exit_code == 2
     assert named in result.output
+
+
+def test_full_syncs_between_threads_follow_awexs_plan() -> None:
+    shape = Shape.of(15, 128)
+    trainer = ExpertsTrainer(shape, 1e-3, SETTINGS)
+    engine = ExpertsEngine(shape, fused=True)
+    run = Run(trainer, engine, "indices")
+    copy_full_syncs(*run.ends)
+    _, stats = run.update(1)
+    assert stats[0].verdict.kind == "full"
+    held = {tensor.name: tensor.view for tensor in engine.tensors()}
+    weight = trainer.tensor("0/decoder.layers.0.mlp.experts.linear_fc1.weight0")
+    assert torch.equal(held["model.layers.0.mlp.experts.0.gate_proj.weight"], weight[:2])
+    assert torch.equal(held["model.layers.0.mlp.experts.0.up_proj.weight"], weight[2:])
+    assert identical(engine, trainer)
+    held["model.norm.weight"][0, 0] += 1
+    assert not identical(engine, trainer)
+    run.close()
+
+
+def test_connecting_is_measured_from_descriptions(monkeypatch: pytest.MonkeyPatch) -> None:
+    def here(name: str, side: str, folder: str) -> dict[str, Any]:
+        return plans.measure(name, side, Path(folder))  # a fresh process would take long to import torch
+
+    monkeypatch.setattr(plans, "_in_fresh_process", here)
+    result = CliRunner().invoke(app, ["bench", "scale", "--plan", "tiny:2+4", "--json"])
+    assert result.exit_code == 0, result.output
+    record = json.loads(result.stdout)
+    assert (record["engines"], record["trainers"], record["layouts"]) == (4, 2, 4)
+    engine, trainer = record["rows"]
+    assert (engine["side"], engine["pairs"], trainer["side"], trainer["pairs"]) == ("engine", 2, "trainer", 4)
+    # An engine rank takes one part of each of its 24 tensors in a full sync.
+    assert engine["operations"] == 24
+    assert engine["description_bytes"] == trainer["description_bytes"] > 1000
+    assert all(row["parse_seconds"] > 0 and row["plan_seconds"] > 0 for row in record["rows"])
+
+
+def test_descriptions_have_the_shapes_of_the_model() -> None:
+    specs = plans.SHAPES["qwen3_30b_a3b:8+8"].describe()
+    engine, trainer = specs[0].layout, specs[8].layout
+    assert isinstance(engine, EngineColumns)
+    assert isinstance(trainer, TrainerColumns)
+    assert len(engine.names) == 18_867
+    assert len(trainer.names) == 3 + 48 * (9 + 16 * 3)
+    assert int(trainer.runs[3].sum()) == int(trainer.numels.sum())
+    # 30.5 billion parameters: an engine rank holds a quarter, but for norms and routers.
+    assert 4 * sum(math.prod(shape) for shape in engine.shapes) == pytest.approx(30.53e9, rel=0.002)
+
+
+def test_an_unknown_plan_is_refused() -> None:
+    result = CliRunner().invoke(app, ["bench", "scale", "--plan", "qwen:1+1"])
+    assert result.exit_code == 2
+    assert "--plan" in result.output
+
+
+def test_proofs_are_measured_by_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.prove.run", lambda: {"seconds": 1.5, "kinds": 12})
+    result = CliRunner().invoke(app, ["bench", "scale", "--prove", "--json"])
+    assert (result.exit_code, json.loads(result.stdout)) == (0, {"seconds": 1.5, "kinds": 12})

@@ -18,7 +18,6 @@ from awex_delta.errors import (
 )
 from awex_delta.lines.bits import UNSTATED
 from awex_delta.lines.changes import Changes
-from awex_delta.lines.storages import read_range, write_range
 from awex_delta.wire.buckets import MIN_BUCKET_BYTES, Bucket, cut, frame_bytes
 from awex_delta.wire.codec import Codec
 from awex_delta.wire.frame import pack_frame
@@ -196,34 +195,3 @@ def test_each_fault_of_a_frame_has_its_own_error(codec: Codec) -> None:
     foreign = pack_frame(replace(IDENTITY, base_version=3), codec, bucket, there.changes, reader(there.after))
     with pytest.raises(StaleFrameError, match=r"base_version=3 \(expected 41\)"):
         written(codec, [first, foreign], there.old)
-
-
-# --- live weights -------------------------------------------------------------------------------------------
-
-
-def test_a_range_of_strided_weights_copies_about_its_own_size() -> None:
-    """Experts that lie transposed: a row of the first dimension has a million elements."""
-    live = torch.zeros(3, 1000, 1000).transpose(1, 2)
-    for start in (0, 999_500, 1_500_300):
-        found = read_range(live, start, start + 1000)
-        assert found.untyped_storage().nbytes() in (1000 * 4, live.untyped_storage().nbytes())
-
-
-@pytest.mark.parametrize("view", ["whole", "columns", "transposed", "deep", "scalar"])
-def test_ranges_of_live_weights_count_row_by_row(view: str) -> None:
-    storage = torch.arange(6 * 10 * 4).view(6, 10, 4).float()
-    live = {
-        "whole": storage,
-        "columns": storage[:, 2:7],
-        "transposed": storage.transpose(0, 1),
-        "deep": storage[1:5, 3:9, 1:3],
-        "scalar": storage[2, 3, 1],
-    }[view]
-    flat = live.reshape(-1).clone()
-    for start in range(0, flat.numel(), 3):
-        for stop in (start + 1, (start + flat.numel() + 1) // 2, flat.numel()):
-            if start < stop:
-                assert torch.equal(read_range(live, start, stop), flat[start:stop])
-                flat[start:stop] *= -1
-                write_range(live, start, flat[start:stop].clone())
-                assert torch.equal(live.reshape(-1), flat)

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from awex_delta.errors import CorruptFrameError
 from awex_delta.lines.bits import UNSTATED
 from awex_delta.lines.changes import Changes
-from awex_delta.lines.storages import gather_from, scatter_into
 from awex_delta.wire.choice import cheapest, expected_bytes
 from awex_delta.wire.codec import Codec, settle
 from awex_delta.wire.gaps import GapCodec
@@ -164,16 +163,6 @@ def test_other_dtypes_send_values_also_where_codes_are_stated(codec: Codec, dtyp
     assert got.pos.tolist() == pos.tolist()
     assert got.value is not None
     assert torch.equal(got.value, value)
-
-
-@pytest.mark.parametrize("strided", [False, True])
-def test_reading_live_weights_is_the_inverse_of_writing_them(strided: bool) -> None:
-    storage = torch.zeros(6, 10, dtype=BF16)
-    view = storage[:, 2:7].t() if strided else storage
-    index = torch.tensor([0, 3, 7, view.numel() - 1])
-    value = bits([0x7FC1, 0x8000, 1, 0xFF80])
-    scatter_into(view, index, value)
-    assert gather_from(view, index).view(torch.int16).tolist() == value.view(torch.int16).tolist()
 
 
 # --- size ---------------------------------------------------------------------------------------------------

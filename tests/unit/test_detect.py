@@ -1,9 +1,10 @@
-"""From owned slices to change sets: gates, pieces, compilation."""
+"""From owned slices to changes in the trainer's line: gates, pieces, compilation."""
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 import pytest
@@ -11,12 +12,13 @@ import torch
 import torch._functorch.config
 import torch._inductor.config
 
-from awex_delta.detection import adamw
+from awex_delta.detection import adamw, pieces
 from awex_delta.detection import invert as detect
 from awex_delta.detection.adamw import AdamWStep
-from awex_delta.detection.invert import detect_changes
+from awex_delta.detection.invert import Plan, detect_changes
 from awex_delta.detection.slices import Detection, OwnedSlice
 from awex_delta.errors import UnsupportedError
+from awex_delta.lines.bits import UNSTATED
 from awex_delta.protocol.verdict import Reason
 
 STEP = AdamWStep(lr=1e-5, weight_decay=0.01, beta1=0.9, beta2=0.999, eps=1e-8, step=1)
@@ -40,13 +42,14 @@ class Training:
             self.main.grad = torch.randn(numel)
             self.optimizer.step()
 
-    def slice(self, *, start: int = 0, param: str = "p") -> OwnedSlice:
+    def slice(self, *, start: int = 0, param: str = "p", begin: int = 0) -> OwnedSlice:
         state = self.optimizer.state[self.main]
         return OwnedSlice(
             param=param,
             chunk=0,
             start=start,
             stop=start + self.main.numel(),
+            begin=begin + start,
             main=self.main.detach(),
             weight=self.main.bfloat16(),
             exp_avg=state["exp_avg"],
@@ -58,10 +61,20 @@ class Training:
         return (self.committed.view(torch.int16) != self.main.bfloat16().view(torch.int16)).nonzero().view(-1)
 
 
-def found(detection: Detection, key: str = "0/p") -> torch.Tensor:
+def found(detection: Detection) -> torch.Tensor:
     assert detection.reason is Reason.NONE, detection
-    by_key = {changes.key: changes.index for changes in detection.changes}
-    return by_key.get(key, torch.empty(0, dtype=torch.int64))
+    pos = detection.changes.pos
+    assert bool((pos.diff() > 0).all())
+    return pos
+
+
+def lined_up(trainings: Iterable[tuple[str, Training]]) -> list[OwnedSlice]:
+    """Slices of whole parameters that follow each other in the trainer's line."""
+    slices, begin = [], 0
+    for param, training in trainings:
+        slices.append(training.slice(param=param, begin=begin))
+        begin += training.main.numel()
+    return slices
 
 
 def holds(indices: torch.Tensor, wanted: torch.Tensor) -> bool:
@@ -69,45 +82,82 @@ def holds(indices: torch.Tensor, wanted: torch.Tensor) -> bool:
 
 
 @pytest.mark.parametrize("start", [0, 7])
-def test_changes_are_found_at_their_place_in_the_parameter(start: int) -> None:
+def test_changes_are_found_at_their_place_in_the_line(start: int) -> None:
     training = Training()
-    detection = detect_changes([training.slice(start=start)], lambda _: training.used)
-    index = found(detection)
-    assert holds(index, training.changed() + start)
-    assert index.numel() <= training.changed().numel() + 4
-    assert bool((index.diff() > 0).all())
-    assert detection.changes[0].code.dtype == torch.int8
-    assert 0 not in detection.changes[0].code.tolist()
+    owned = training.slice(start=start, begin=1000)
+    detection = detect_changes([owned], lambda _: training.used)
+    pos = found(detection)
+    assert holds(pos, training.changed() + 1000 + start)
+    assert pos.numel() <= training.changed().numel() + 4
     assert detection.num_owned == 4096
+    code, value = detection.changes.code, detection.changes.value
+    assert code is not None
+    assert code.dtype == torch.int8
+    assert 0 not in code.tolist()
+    assert value is not None
+    assert torch.equal(value, owned.weight[pos - 1000 - start])
 
 
-def test_pieces_of_every_size_give_the_same_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    training = Training(3000, step=replace(STEP, lr=1e-3))
-    whole = detect_changes([training.slice()], lambda _: training.used).changes[0]
-    monkeypatch.setattr(detect, "_EAGER_PIECE", 700)
-    monkeypatch.setattr(detect, "_BLOCK", 64)
-    parts = detect_changes([training.slice()], lambda _: training.used).changes[0]
+STEPS = {
+    "a": STEP,
+    "b": replace(STEP, lr=1e-4, weight_decay=0.0),
+    "c": replace(STEP, lr=1e-6, eps=1e-6),
+    "d": replace(STEP, weight_decay=0.3),
+}
+
+
+@pytest.mark.parametrize(("piece", "large", "block"), [(700, 300, 64), (10_000, 5000, 1 << 18), (64, 64, 1)])
+def test_pieces_of_every_size_give_the_same_answer(
+    monkeypatch: pytest.MonkeyPatch, piece: int, large: int, block: int
+) -> None:
+    # Small and large slices with steps of their own, of which some sat out: joined, cut, and put in order.
+    sizes = (1, 63, 64, 65, 699, 3000, 5, 299, 300, 301, 2, 17)
+    trainings = {
+        f"{number}{name}": Training(numel, step=replace(step, lr=1e-3), num_steps=1 + number % 2)
+        for number, (numel, (name, step)) in enumerate(zip(sizes, 3 * list(STEPS.items()), strict=True))
+    }
+    slices = lined_up(trainings.items())
+
+    def plan(owned: OwnedSlice) -> AdamWStep | None:
+        return None if owned.param == "8a" else trainings[owned.param].used
+
+    whole = detect_changes(slices, plan).changes
+    monkeypatch.setattr(detect, "_EAGER_PIECE", piece)
+    monkeypatch.setattr(detect, "_BLOCK", block)
+    monkeypatch.setattr(pieces, "_LARGE", large)
+    parts = detect_changes(slices, plan).changes
     assert whole.num_changed > 1000
-    assert torch.equal(whole.index, parts.index)
-    assert torch.equal(whole.code, parts.code)
+    for name in ("pos", "code", "value"):
+        assert torch.equal(getattr(whole, name), getattr(parts, name))
+    changed = [
+        training.changed() + owned.begin
+        for training, owned in zip(trainings.values(), slices, strict=True)
+        if owned.param != "8a"
+    ]
+    assert holds(whole.pos, torch.cat(changed))
+
+
+def test_a_device_that_is_not_waited_for_gives_the_same_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    training = Training(3000, step=replace(STEP, lr=1e-3), num_steps=2)
+    training.main[5] = float("nan")
+    waited = detect_changes([training.slice()], lambda _: training.used).changes
+    monkeypatch.setattr(detect, "_unknown", lambda _: slice(None))
+    monkeypatch.setattr(detect, "nonzero", lambda marks: marks.nonzero().view(-1))
+    others = detect_changes([training.slice()], lambda _: training.used).changes
+    assert waited.code is not None
+    assert UNSTATED in waited.code.tolist()
+    assert torch.equal(waited.pos, others.pos)
+    assert torch.equal(waited.code, others.code)  # type: ignore[arg-type]
 
 
 def test_every_slice_is_inverted_with_its_own_step() -> None:
     # lr and decay differ by group (biases, experts), and so does the step of what joined later.
-    steps = {
-        "a": STEP,
-        "b": replace(STEP, lr=1e-4, weight_decay=0.0),
-        "c": replace(STEP, lr=1e-6, eps=1e-6),
-        "d": replace(STEP, weight_decay=0.3),
-    }
-    trainings = {name: Training(step=step, num_steps=1 + i) for i, (name, step) in enumerate(steps.items())}
-    for order in (list(steps), list(steps)[::-1]):
-        detection = detect_changes(
-            [trainings[name].slice(param=name) for name in order],
-            lambda owned: trainings[owned.param].used,
-        )
-        for name, training in trainings.items():
-            assert holds(found(detection, f"0/{name}"), training.changed())
+    trainings = {name: Training(step=step, num_steps=1 + i) for i, (name, step) in enumerate(STEPS.items())}
+    for order in (list(STEPS), list(STEPS)[::-1]):
+        slices = lined_up((name, trainings[name]) for name in order)
+        pos = found(detect_changes(slices, lambda owned: trainings[owned.param].used))
+        for owned in slices:
+            assert holds(pos, trainings[owned.param].changed() + owned.begin)
 
 
 def test_the_answer_does_not_depend_on_a_scheduler_that_moved_on() -> None:
@@ -131,7 +181,7 @@ def test_a_step_without_gradients_is_an_ordinary_step() -> None:
 def test_a_slice_that_no_step_moved_has_no_changes() -> None:
     training = Training()
     detection = detect_changes([training.slice()], lambda _: None)
-    assert detection == Detection(num_owned=4096)
+    assert (detection.reason, detection.num_changed, detection.num_owned) == (Reason.NONE, 0, 4096)
 
 
 def test_the_identity_step_has_no_changes() -> None:
@@ -156,10 +206,11 @@ def test_a_zero_that_stays_zero_is_sent_once() -> None:
 
 
 def test_nothing_owned_is_nothing_changed() -> None:
-    assert detect_changes([], lambda _: STEP) == Detection()
     empty = Training(0).slice()
-    assert detect_changes([empty], lambda _: STEP) == Detection()
-    assert detect_changes([empty], lambda _: None) == Detection()
+    plans: list[Plan] = [lambda _: STEP, lambda _: None]
+    for slices, plan in itertools.product(([], [empty]), plans):
+        detection = detect_changes(slices, plan)
+        assert (detection.reason, detection.num_changed, detection.num_owned) == (Reason.NONE, 0, 0)
 
 
 def with_element(tensor: torch.Tensor | None, value: float) -> torch.Tensor:
@@ -230,11 +281,11 @@ def test_every_gate_names_its_reason_and_parameter(damage: str) -> None:
     change, reason = DAMAGE[damage]
     training = Training()
     good = Training().slice(param="good")
-    bad = change(training.slice(param="bad"))
+    bad = change(training.slice(param="bad", begin=4096))
     detection = detect_changes([good, bad], lambda _: training.used)
     assert detection.reason is reason
     assert "0/bad" in detection.detail
-    assert detection.changes == ()
+    assert detection.num_changed == 0
     assert detection.num_owned == 8192
 
 
@@ -320,31 +371,36 @@ def fresh_compilation() -> Iterator[None]:
 
 @pytest.mark.timeout(240)
 @pytest.mark.usefixtures("fresh_compilation")
-def test_one_compilation_serves_all_sizes_and_steps(caplog: pytest.LogCaptureFixture) -> None:
+def test_one_compilation_serves_all_sizes_and_steps(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kinds = ((4095, 1e-5, 1), (4096, 1e-5, 2), (9999, 1e-3, 3), (70_001, 1e-4, 2), (1, 1e-3, 1))
     trainings = {
         str(numel): Training(numel, step=replace(STEP, lr=lr), num_steps=num_steps)
         for numel, lr, num_steps in kinds
     }
-    slices = [training.slice(param=name) for name, training in trainings.items()]
+    slices = lined_up(trainings.items())
     # Views that begin anywhere, as those into the buffers of a distributed optimizer do.
-    longest = trainings["70001"].slice(param="70001")
+    longest = slices[3]
+    begin = slices[-1].begin + 1
     for first in (1, 3, 8):
         cut = {name: getattr(longest, name)[first:] for name in ("main", "weight", "exp_avg", "exp_avg_sq")}
-        slices.append(replace(longest, param="70001", chunk=first, start=first, **cut))
+        slices.append(replace(longest, chunk=first, start=first, begin=begin + first, **cut))
+        begin += longest.stop
 
+    # Each of them alone: a slice that is joined with others would hide its alignment and its size.
+    monkeypatch.setattr(pieces, "_LARGE", 1)
     torch._dynamo.utils.counters.clear()
-    detection = detect_changes(slices, lambda owned: trainings[owned.param].used, compiled=True)
+    pos = found(detect_changes(slices, lambda owned: trainings[owned.param].used, compiled=True))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     assert not [record for record in caplog.records if record.name.startswith("awex_delta")]
 
-    eager = detect_changes(slices, lambda owned: trainings[owned.param].used, compiled=False)
+    eager = found(detect_changes(slices, lambda owned: trainings[owned.param].used, compiled=False))
     for owned in slices:
         changed = trainings[owned.param].changed()
-        changed = changed[changed >= owned.start]
-        assert holds(found(detection, owned.key), changed)
-        # Compiled arithmetic may round differently, and so be certain of others.
-        assert found(detection, owned.key).numel() <= found(eager, owned.key).numel() + 4
+        assert holds(pos, changed[changed >= owned.start] - owned.start + owned.begin)
+    # Compiled arithmetic may round differently, and so be certain of others.
+    assert pos.numel() <= eager.numel() + 32
 
 
 @pytest.mark.timeout(240)

@@ -19,18 +19,25 @@ SNAPSHOT = DeltaSettings(method="snapshot")
 SHAPES = {"a": (300, 40), "b": (7,)}
 
 
-def owned(weight: torch.Tensor, *, param: str = "w", start: int = 0) -> OwnedSlice:
+def owned(weight: torch.Tensor, *, param: str = "w", start: int = 0, begin: int = 0) -> OwnedSlice:
     return OwnedSlice(
         param=param,
         chunk=0,
         start=start,
         stop=start + weight.numel(),
+        begin=begin + start,
         main=None,
         weight=weight,
         exp_avg=None,
         exp_avg_sq=None,
         step=0,
     )
+
+
+def line(trainer: TorchAdamWTrainer) -> torch.Tensor:
+    """The bits of all weights, as they lie in the trainer's line."""
+    weights = [trainer.tensor(info.key).reshape(-1) for info in trainer.weights()]
+    return torch.cat(weights).view(torch.int16)
 
 
 def test_bits_are_compared_and_steps_are_those_between_neighbours() -> None:
@@ -40,14 +47,16 @@ def test_bits_are_compared_and_steps_are_those_between_neighbours() -> None:
     assert baseline.detect().reason is Reason.FIRST_SYNC
     baseline.committed()
     assert baseline.num_bytes == 2 * len(patterns)
-    assert baseline.detect().changes == ()
+    assert baseline.detect().num_changed == 0
     # 1.0 up by one; +0 to -0; another NaN; -0 to +0; infinity kept; 2.0 far away; a subnormal down by one.
     after = [0x3F81, 0x3F80, -0x8000, 0x7FC2, 0x7FC1, 0x0000, 0x7F80, 0x4100, 0x0000]
     weight.view(torch.int16).copy_(torch.tensor(after))
-    (changes,) = baseline.detect().changes
-    assert changes.index.tolist() == [100, 102, 103, 105, 107, 108]
+    changes = baseline.detect().changes
+    assert changes.pos.tolist() == [100, 102, 103, 105, 107, 108]
+    assert changes.code is not None
     assert changes.code.tolist() == [1, -1, 1, 1, UNSTATED, -1]
-    assert changes.key == "0/w"
+    assert changes.value is not None
+    assert changes.value.view(torch.int16).tolist() == [after[place] for place in (0, 2, 3, 5, 7, 8)]
 
 
 def test_only_the_owned_share_is_kept_and_all_ranks_together_find_every_change() -> None:
@@ -57,19 +66,15 @@ def test_only_the_owned_share_is_kept_and_all_ranks_together_find_every_change()
         baseline.committed()
     assert sum(baseline.num_bytes for baseline in baselines) == 2 * (300 * 40 + 7)
     assert max(baseline.num_bytes for baseline in baselines) <= 2 * (300 * 40 // 3 + 3)
-    before = {info.key: ranks[0].tensor(info.key).clone() for info in ranks[0].weights()}
+    before = line(ranks[0])
     for rank in ranks:
         rank.train_step()
         rank.train_step()
-    found: dict[str, list[int]] = {key: [] for key in before}
-    for baseline in baselines:
-        for changes in baseline.detect().changes:
-            found[changes.key] += changes.index.tolist()
-    for key, old in before.items():
-        new = ranks[0].tensor(key)
-        expected = (old.view(torch.int16) != new.view(torch.int16)).view(-1).nonzero().view(-1).tolist()
-        assert sorted(found[key]) == expected
-        assert expected
+    found = [baseline.detect().changes.pos for baseline in baselines]
+    assert all(bool((pos.diff() > 0).all()) for pos in found)
+    expected = (before != line(ranks[0])).nonzero().view(-1)
+    assert torch.equal(torch.cat(found).sort().values, expected)
+    assert expected.numel() > 1000
 
 
 def test_inversion_of_the_same_step_gives_the_same_codes_and_little_more() -> None:
@@ -78,29 +83,29 @@ def test_inversion_of_the_same_step_gives_the_same_codes_and_little_more() -> No
     inverting.committed()
     copying.committed()
     inverting.train_step()
-    certified = {
-        c.key: dict(zip(c.index.tolist(), c.code.tolist(), strict=True)) for c in inverting.detect().changes
-    }
-    exact = copying.detect()
-    num_exact = 0
-    for changes in exact.changes:
-        for index, code in zip(changes.index.tolist(), changes.code.tolist(), strict=True):
-            assert certified[changes.key][index] in (code, UNSTATED)
-            num_exact += 1
-    assert 0 < num_exact <= sum(map(len, certified.values())) <= 1.02 * num_exact + 3
+    certified, exact = inverting.detect().changes, copying.detect().changes
+    assert certified.code is not None
+    assert exact.code is not None
+    stated = dict(zip(certified.pos.tolist(), certified.code.tolist(), strict=True))
+    for pos, code in zip(exact.pos.tolist(), exact.code.tolist(), strict=True):
+        assert stated[pos] in (code, UNSTATED)
+    assert 0 < exact.num_changed <= certified.num_changed <= 1.02 * exact.num_changed + 3
 
 
 def test_many_pieces_are_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    weight = torch.zeros(1000, dtype=torch.bfloat16)
-    baseline = SnapshotBaseline(lambda: [owned(weight)])
-    baseline.committed()
-    weight[::7] = 1.0
-    whole = baseline.detect().changes[0]
+    weights = [torch.zeros(numel, dtype=torch.bfloat16) for numel in (6, 1000, 3, 5, 300, 4)]
+    begins = [0, 6, 1006, 1009, 1014, 1314]
+    slices = [owned(weight, begin=begin) for weight, begin in zip(weights, begins, strict=True)]
     monkeypatch.setattr("awex_delta.detection.snapshot._PIECE", 13)
-    cut = baseline.detect().changes[0]
-    assert cut.index.equal(whole.index)
-    assert cut.code.equal(whole.code)
-    assert whole.index.tolist() == list(range(0, 1000, 7))
+    baseline = SnapshotBaseline(lambda: slices)
+    baseline.committed()
+    assert baseline.num_bytes == 2 * 1318
+    for weight, begin in zip(weights, begins, strict=True):
+        weight[-begin % 7 :: 7] = 1.0
+    changes = baseline.detect().changes
+    assert changes.pos.tolist() == list(range(0, 1318, 7))
+    assert changes.code is not None
+    assert set(changes.code.tolist()) == {UNSTATED}
 
 
 def test_a_commit_takes_a_copy_into_the_same_memory_and_detach_frees_it() -> None:
@@ -109,7 +114,7 @@ def test_a_commit_takes_a_copy_into_the_same_memory_and_detach_frees_it() -> Non
     baseline.committed()
     weight.mul_(2)
     baseline.committed()
-    assert baseline.detect().changes == ()
+    assert baseline.detect().num_changed == 0
     weight[5] = 0
     assert baseline.detect().num_changed == 1
     baseline.detach()

@@ -24,7 +24,7 @@ from awex_delta.engines.fused import FusedEngine, FusedRank, padded_vocab
 from awex_delta.engines.transformers import TransformersEngine
 from awex_delta.engines.view import EngineTensor, EngineView, part, require_aliases
 from awex_delta.errors import CorruptFrameError, LayoutError
-from awex_delta.lines.storages import scatter_into
+from awex_delta.lines.storages import Storages
 from awex_delta.testing.fused_oracle import full_hf_state, load_hf_state
 
 # bf16 bits that arithmetic would not keep: quiet and signalling NaNs, -0.0, the least subnormal, infinity.
@@ -140,11 +140,10 @@ def cut(entry: EngineTensor, whole: torch.Tensor) -> torch.Tensor:
 
 
 def write_through_views(engine: EngineView, state: dict[str, torch.Tensor]) -> None:
-    """Overwrite every element by `scatter_into`, from the last tensor to the first."""
-    for entry in reversed(engine.tensors()):
-        if entry.tied_to is None:
-            values = cut(entry, state[entry.name]).flatten()
-            scatter_into(entry.view, torch.arange(values.numel()), values)
+    """Overwrite every element through `Storages`, the last tensor first in its line."""
+    entries = [entry for entry in reversed(engine.tensors()) if entry.tied_to is None]
+    values = torch.cat([cut(entry, state[entry.name]).flatten() for entry in entries])
+    Storages([entry.view for entry in entries]).scatter(torch.arange(values.numel()), values)
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -341,39 +340,38 @@ def strided_views() -> list[tuple[str, torch.Tensor]]:
 
 
 @pytest.mark.parametrize(("view"), [pytest.param(view, id=name) for name, view in strided_views()])
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_scatter_reaches_storage_whatever_the_strides(view: torch.Tensor, dtype: torch.dtype) -> None:
-    index = torch.tensor([0, 2, 3, view.numel() - 1], dtype=dtype)
+def test_writes_reach_storage_whatever_the_strides(view: torch.Tensor) -> None:
+    index = torch.tensor([0, 2, 3, view.numel() - 1])
     values = torch.tensor(ODD_BITS[:4], dtype=torch.int16).view(torch.bfloat16)
     cells = list(itertools.product(*(range(size) for size in view.shape)))
     storage = view.as_strided((view.untyped_storage().nbytes() // 2,), (1,), 0)
     storage.zero_()
-    scatter_into(view, index, values)
+    Storages([view]).scatter(index, values)
     written = {cells[position]: bit for position, bit in zip(index.tolist(), ODD_BITS, strict=False)}
     for cell in cells:
         assert view[cell].view(torch.int16).item() == written.get(cell, 0), cell
     assert storage.view(torch.int16).count_nonzero() == len(written)
 
 
-def test_scatter_writes_float32_and_parameters_that_require_grad() -> None:
+def test_writes_reach_float32_and_parameters_that_require_grad() -> None:
     weight = torch.nn.Parameter(torch.zeros(4, 3))
     payload = torch.tensor([0x7FC00123, 1], dtype=torch.int32).view(torch.float32)
-    scatter_into(weight[:, 1], torch.tensor([1, 3]), payload)
+    Storages([weight[:, 1]]).scatter(torch.tensor([1, 3]), payload)
     assert weight.detach().view(torch.int32)[:, 1].tolist() == [0, 0x7FC00123, 0, 1]
 
 
-def test_scatter_takes_strided_values() -> None:
+def test_writes_take_strided_values() -> None:
     view = torch.zeros(6, dtype=torch.bfloat16)
-    scatter_into(view, torch.arange(6)[::2], torch.arange(6, dtype=torch.bfloat16)[1::2])
+    Storages([view]).scatter(torch.tensor([0, 2, 4]), torch.arange(6, dtype=torch.bfloat16)[1::2])
     assert view.tolist() == [1, 0, 3, 0, 5, 0]
 
 
-def test_scatter_refuses_another_dtype_and_another_count() -> None:
+def test_writes_of_another_dtype_or_another_count_are_refused() -> None:
     view = torch.ones(4, dtype=torch.bfloat16)
     with pytest.raises(LayoutError, match=r"float16 values into a torch\.bfloat16"):
-        scatter_into(view, torch.tensor([0]), torch.zeros(1, dtype=torch.float16))
+        Storages([view]).scatter(torch.tensor([0]), torch.zeros(1, dtype=torch.float16))
     with pytest.raises(CorruptFrameError, match="1 values for 2 positions"):
-        scatter_into(view, torch.tensor([0, 1]), torch.zeros(1, dtype=torch.bfloat16))
+        Storages([view]).scatter(torch.tensor([0, 1]), torch.zeros(1, dtype=torch.bfloat16))
     assert view.tolist() == [1, 1, 1, 1]
 
 

@@ -38,6 +38,7 @@ class Training:
                 chunk=0,
                 start=0,
                 stop=5,
+                begin=0,
                 main=param.detach(),
                 weight=param.detach().bfloat16(),
                 exp_avg=None,

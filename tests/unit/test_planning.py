@@ -16,12 +16,13 @@ from typer.testing import CliRunner
 from awex_delta.cli.main import app
 from awex_delta.cli.plan import as_data, plan_preset
 from awex_delta.errors import ConfigError
+from awex_delta.lines.changes import Changes
 from awex_delta.presets.files import ModelShape, read_preset
 from awex_delta.presets.forecast import SHARES, bytes_per_change, count_parameters, plan_run
 from awex_delta.settings.allocation import parse_allocation
 from awex_delta.settings.schema import RolloutConfig, TrainEngineConfig
-from awex_delta.wire.codec import RegionChange
 from awex_delta.wire.registry import CODECS
+from awex_delta.wire.spans import Span
 
 PRESETS = Path(__file__).parents[2] / "examples" / "gsm8k_grpo"
 LARGE = PRESETS / "qwen3_30b_a3b.yaml"
@@ -127,8 +128,8 @@ def test_expected_bytes_are_those_of_real_frames(encoding: str, share: float) ->
     size = 1 + (torch.rand(index.numel(), generator=generator) > 0.89).to(torch.int8)
     code = size * (1 - 2 * torch.randint(2, (index.numel(),), generator=generator)).to(torch.int8)
     value = torch.randn(index.numel(), generator=generator).to(torch.bfloat16)
-    change = RegionChange(numel=numel, index=index, value=value, code=code)
-    body = CODECS[encoding].encode([change], torch.bfloat16)
+    changes = Changes(pos=index, value=value, code=code)
+    body = CODECS[encoding].encode(changes, Span(0, numel), torch.bfloat16)
     assert body.numel() / index.numel() == pytest.approx(bytes_per_change(encoding, share), rel=0.06)
 
 

@@ -179,9 +179,9 @@ def test_a_journal_that_was_not_committed_is_dropped(trainers: Trainers, tmp_pat
 def test_a_version_that_turns_out_damaged_at_the_second_shard_leaves_nothing_in_the_journal(
     tmp_path: Path,
 ) -> None:
-    trainers = Trainers(str(tmp_path / "source"))
+    trainers = Trainers(str(tmp_path / "source"), anchor_interval=1)
     trainers.write(0, 1, 2)
-    assert trainers.kinds == "FDD"
+    assert trainers.kinds == "FDF"
     path, source = tmp_path / "local", Folder(trainers.url)
     pull(path, trainers, 0)
     last = load_file(max(path.glob("*.safetensors")))
@@ -193,6 +193,7 @@ def test_a_version_that_turns_out_damaged_at_the_second_shard_leaves_nothing_in_
     assert f"{entry.name} of version 2" in done.problems[0]
     assert (done.version, done.in_place) == (1, True)
     assert holds(path, trainers.history[1])
+    assert files_below(path / JOURNAL) == ["lock"]
     trainers.close()
 
 

@@ -14,7 +14,7 @@ from awex_delta.errors import UnsupportedError
 from awex_delta.protocol.verdict import Reason
 from awex_delta.settings.agreed import DeltaSettings
 from awex_delta.trainers.torch_adamw import TorchAdamWTrainer
-from awex_delta.trainers.view import TrainerView
+from awex_delta.trainers.view import TrainerView, trainer_line
 
 SHAPES = {
     "model.embed_tokens.weight": (40, 9),
@@ -42,16 +42,20 @@ def truly_changed(before: Bits, trainer: TorchAdamWTrainer) -> dict[str, set[int
     }
 
 
-def found(*detections: Detection) -> dict[str, set[int]]:
-    """The union of what ranks found, each element by one rank only."""
-    union: dict[str, set[int]] = {}
+def found(trainer: TorchAdamWTrainer, *detections: Detection) -> dict[str, set[int]]:
+    """The union of what ranks found by parameter, each element by one rank only."""
     for detection in detections:
         assert detection.reason is Reason.NONE, detection
-        for changes in detection.changes:
-            here = set(changes.index.tolist())
-            assert not here & union.setdefault(changes.key, set())
-            union[changes.key] |= here
-    return union
+    listed = [pos for detection in detections for pos in detection.changes.pos.tolist()]
+    union = set(listed)
+    assert len(listed) == len(union)
+    place, by_key = 0, {}
+    for info in (info for info in trainer.weights() if info.sparse):
+        numel = torch.Size(info.shape).numel()
+        by_key[info.key] = {pos - place for pos in union if place <= pos < place + numel}
+        place += numel
+    assert sum(map(len, by_key.values())) == len(union)
+    return by_key
 
 
 def assert_covers(union: dict[str, set[int]], truth: dict[str, set[int]]) -> None:
@@ -86,6 +90,8 @@ def test_ranks_own_every_element_once(size: int) -> None:
             weight = rank.tensor(owned.key).view(-1)
             assert owned.weight.data_ptr() == weight[owned.start :].data_ptr()
             assert owned.weight.shape == (owned.stop - owned.start,)
+            line = trainer_line(rank.weights())
+            assert owned.begin == line.starts[line.names.index(owned.key)] + owned.start
 
 
 @pytest.mark.parametrize(("lr", "weight_decay"), [(1e-3, 0.01), (1e-5, 0.1), (1e-2, 0.0)])
@@ -104,7 +110,7 @@ def test_ranks_together_find_all_that_changed(lr: float, weight_decay: float) ->
         assert all(bits(rank)[key].equal(reference[key]) for rank in ranks for key in reference)
         truth = truly_changed(before, ranks[0])
         assert any(truth.values())
-        assert_covers(found(*(rank.detect() for rank in ranks)), truth)
+        assert_covers(found(ranks[0], *(rank.detect() for rank in ranks)), truth)
         for rank in ranks:
             rank.committed()
 
@@ -117,7 +123,7 @@ def test_a_parameter_without_gradient_sits_the_step_out() -> None:
     trainer.train_step({"model.norm": torch.ones(5)})
     truth = truly_changed(before, trainer)
     assert {key for key, indices in truth.items() if indices} == {"0/model.norm"}
-    assert_covers(found(trainer.detect()), truth)
+    assert_covers(found(trainer, trainer.detect()), truth)
 
 
 def test_a_zero_gradient_moves_weights_by_momentum_and_decay() -> None:
@@ -128,7 +134,7 @@ def test_a_zero_gradient_moves_weights_by_momentum_and_decay() -> None:
     trainer.train_step({name: torch.zeros(shape) for name, shape in SHAPES.items()})
     truth = truly_changed(before, trainer)
     assert sum(map(len, truth.values())) > 100
-    assert_covers(found(trainer.detect()), truth)
+    assert_covers(found(trainer, trainer.detect()), truth)
 
 
 def test_groups_with_their_own_values_may_be_swapped() -> None:
@@ -142,14 +148,14 @@ def test_groups_with_their_own_values_may_be_swapped() -> None:
         before = bits(trainer)
         trainer.train_step()
         optimizer.param_groups.reverse()
-        assert_covers(found(trainer.detect()), truly_changed(before, trainer))
+        assert_covers(found(trainer, trainer.detect()), truly_changed(before, trainer))
 
 
 def test_without_a_learning_rate_nothing_changes() -> None:
     trainer = TorchAdamWTrainer.create(SHAPES, lr=0.0)
     trainer.committed()
     trainer.train_step()
-    assert not any(found(trainer.detect()).values())
+    assert not any(found(trainer, trainer.detect()).values())
 
 
 def test_buffers_and_fp32_parameters_are_sent_whole_and_are_live() -> None:

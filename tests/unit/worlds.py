@@ -31,6 +31,7 @@ class Model:
     inter: int = 4
     vocab: int = 11
     rows: int = 12  # of the trainer's embedding, padding included
+    tied: bool = False  # the head is the embedding
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """HF name -> whole shape."""
@@ -71,6 +72,8 @@ def numbered(model: Model) -> dict[str, np.ndarray]:
         size = math.prod(shape)
         found[name] = np.arange(start, start + size).reshape(shape)
         start += size
+    if model.tied:
+        found[HEAD] = found[EMBED]
     return found
 
 
@@ -91,36 +94,59 @@ def tp_dim(name: str) -> int | None:
     return 1 if "o_proj" in name else None
 
 
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Megatron's parallelism: each of `pp` stages has tp x dp ranks, which follow each other."""
+
+    tp: int = 1
+    dp: int = 1
+    ep: int = 1
+    pp: int = 1
+
+    @property
+    def stage(self) -> int:
+        """Ranks of one stage."""
+        return self.tp * self.dp
+
+
 def trainers(
-    model: Model, *, tp: int, dp: int, ep: int, whole: Sequence[str] = (), uneven: bool = False
+    model: Model,
+    *,
+    tp: int = 1,
+    dp: int = 1,
+    ep: int = 1,
+    pp: int = 1,
+    whole: Sequence[str] = (),
+    uneven: bool = False,
 ) -> list[Rank]:
     """Megatron-shaped ranks: dense tp x dp, experts ep x the rest. Attention and each fc1 are fused."""
-    world = tp * dp
-    values = numbered(model)
-    return [_trainer(model, values, rank, world, tp, ep, frozenset(whole), uneven) for rank in range(world)]
+    sizes, values = Sizes(tp=tp, dp=dp, ep=ep, pp=pp), numbered(model)
+    return [
+        _trainer(model, values, rank, sizes, frozenset(whole), uneven) for rank in range(sizes.stage * pp)
+    ]
 
 
 def _trainer(
     model: Model,
     values: dict[str, np.ndarray],
     rank: int,
-    world: int,
-    tp: int,
-    ep: int,
+    sizes: Sizes,
     whole: frozenset[str],
     uneven: bool,
 ) -> Rank:
     params: list[tuple[str, list[tuple[str, np.ndarray, np.ndarray]], tuple[int, ...]]] = []
-    dense_owners = tuple(r for r in range(world) if r % tp == rank % tp)
+    tp, ep, first = sizes.tp, sizes.ep, rank // sizes.stage * sizes.stage
+    stage = range(first, first + sizes.stage)
+    dense_owners = tuple(r for r in stage if r % tp == rank % tp)
     # Experts: expert-parallel ranks follow each other, and every ep-th rank holds the same experts. Without
     # expert parallelism they are cut as everything else.
-    expert_owners = tuple(r for r in range(world) if r % ep == rank % ep) if ep > 1 else dense_owners
-    for name, outputs, is_expert in _params(model, values, rank, tp, ep):
+    expert_owners = tuple(r for r in stage if r % ep == rank % ep) if ep > 1 else dense_owners
+    for name, outputs, is_expert in _params(model, values, rank, sizes):
         owners = expert_owners if is_expert else dense_owners
         params.append((name, outputs, () if any(o[0] in whole for o in outputs) else owners))
     keys, numels, owned, runs, out = [], [], [], [], []
     for place, (key, outputs, owners) in enumerate(params):
-        flat = sum(o[1].size for o in outputs)
+        flat = _numel(outputs)
         keys.append(f"0/{key}")
         numels.append(flat)
         owned.append(_owned(flat, owners, rank, uneven))
@@ -145,9 +171,9 @@ def _trainer(
         agreed={},
         context=False,
         architecture="Qwen3MoeForCausalLM",
-        rank_info=rank_info(rank, world, tp, ep),
+        rank_info=rank_info(rank, sizes),
         vocab_size=model.vocab,
-        tied_embeddings=False,
+        tied_embeddings=model.tied,
         owners=tuple(p[2] for p in params),
         owned=np.array(owned, np.int64).reshape(-1, 2).T,
         layout=columns,
@@ -158,17 +184,23 @@ def _trainer(
     return Rank(spec=spec, numbers={"line": np.concatenate(line)})
 
 
+def _numel(outputs: list[tuple[str, np.ndarray, np.ndarray]]) -> int:
+    """Elements of a parameter; a tied embedding gives them to two tensors."""
+    return 1 + max(int(where.max()) for _, _, where in outputs)
+
+
 def _flat(outputs: list[tuple[str, np.ndarray, np.ndarray]]) -> np.ndarray:
-    flat = np.empty(sum(o[1].size for o in outputs), np.int64)
+    flat = np.empty(_numel(outputs), np.int64)
     for _, value, where in outputs:
         flat[where.reshape(-1)] = value.reshape(-1)
     return flat
 
 
 def _params(
-    model: Model, values: dict[str, np.ndarray], rank: int, tp: int, ep: int
+    model: Model, values: dict[str, np.ndarray], rank: int, sizes: Sizes
 ) -> Iterator[tuple[str, list[tuple[str, np.ndarray, np.ndarray]], bool]]:
     """Parameter, its HF tensors with the places of their elements in it, and whether it is an expert's."""
+    tp, ep, pp, stage = sizes.tp, sizes.ep, sizes.pp, rank // sizes.stage
 
     def cut(name: str) -> np.ndarray:
         return part_of(values[name], tp_dim(name), rank % tp, tp)[0]
@@ -182,8 +214,10 @@ def _params(
         value = part_of(np.concatenate([values[name], padding]), 0, rank % tp, tp)[0]
         return [(name, value, np.arange(value.size).reshape(value.shape))]
 
-    yield EMBED, padded(EMBED), False
-    for layer in range(model.layers):
+    if stage == 0:
+        # One stage makes the tied head of the embedding; the last of several has a copy of its own.
+        yield EMBED, padded(EMBED) + (padded(HEAD) if model.tied and pp == 1 else []), False
+    for layer in (layer for layer in range(model.layers) if layer * pp // model.layers == stage):
         prefix = f"model.layers.{layer}"
         yield f"{prefix}.input_layernorm.weight", alone(f"{prefix}.input_layernorm.weight"), False
         yield (
@@ -208,8 +242,10 @@ def _params(
                 [(f"{inner}.down_proj.weight", down, np.arange(down.size).reshape(down.shape))],
                 True,
             )
-    yield NORM, alone(NORM), False
-    yield HEAD, padded(HEAD), False
+    if stage == pp - 1:
+        yield NORM, alone(NORM), False
+        if not model.tied or pp > 1:
+            yield HEAD, padded(HEAD), False
 
 
 def _qkv(model: Model, parts: list[np.ndarray], prefix: str) -> list[tuple[str, np.ndarray, np.ndarray]]:
@@ -243,41 +279,42 @@ def _owned(numel: int, owners: tuple[int, ...], rank: int, uneven: bool) -> tupl
     return (edges[place], edges[place + 1]) if edges[place + 1] > edges[place] else (0, 0)
 
 
-def rank_info(rank: int, world: int, tp: int, ep: int) -> dict[str, int | str | bool]:
+def rank_info(rank: int, sizes: Sizes) -> dict[str, int | str | bool]:
     """The fields of AWEX's RankInfo."""
-    sizes = {
-        "tp_size": tp,
-        "pp_size": 1,
-        "dp_size": world // tp,
-        "ep_size": ep,
-        "ep_tp_size": 1,
-        "attn_tp_size": tp,
-    }
-    ranks = {
-        "tp_rank": rank % tp,
-        "attn_tp_rank": rank % tp,
-        "ep_tp_rank": 0,
-        "dp_rank": rank // tp,
-        "pp_rank": 0,
-    }
-    rest = {"ep_rank": rank % ep, "attn_dp_rank": rank // tp, "local_rank": rank, "engine_rank": 0}
-    return {**sizes, **ranks, **rest, "world_size": world, "global_rank": rank, "is_infer": False}
+    tp, dp, ep, inner = sizes.tp, sizes.dp, sizes.ep, rank % sizes.stage
+    counts = {"tp_size": tp, "pp_size": sizes.pp, "dp_size": dp, "ep_size": ep, "ep_tp_size": 1}
+    ranks = {"tp_rank": inner % tp, "pp_rank": rank // sizes.stage, "dp_rank": inner // tp, "ep_tp_rank": 0}
+    attention = {"attn_tp_size": tp, "attn_tp_rank": inner % tp, "attn_dp_rank": inner // tp}
+    rest = {"ep_rank": inner % ep, "local_rank": rank, "engine_rank": 0, "is_infer": False}
+    return {**counts, **ranks, **attention, **rest, "world_size": sizes.stage * sizes.pp, "global_rank": rank}
 
 
-def engines(model: Model, *, instances: int, tp: int, ep: int = 1, first: int = 0) -> list[Rank]:
-    """SGLang-shaped ranks: tensor parallel, whole experts on expert-parallel ranks or each cut over all."""
-    values = numbered(model)
+def engines(
+    model: Model, *, instances: int = 1, tp: int = 1, ep: int = 1, first: int = 0, head: str = "own"
+) -> list[Rank]:
+    """SGLang-shaped ranks: tensor parallel, whole experts on expert-parallel ranks or each cut over all.
+
+    head: "own", or "alias" of the embedding, or "none".
+    """
+    values = {name: value for name, value in numbered(model).items() if (name, head) != (HEAD, "none")}
     found = []
     for instance in range(instances):
         for rank in range(tp):
             found.append(
-                _engine(model, values, f"engine{first + instance}", len(found) + first, rank, tp, ep)
+                _engine(model, values, f"engine{first + instance}", len(found) + first, rank, tp, ep, head)
             )
     return found
 
 
 def _engine(
-    model: Model, values: dict[str, np.ndarray], engine: str, seat: int, rank: int, tp: int, ep: int
+    model: Model,
+    values: dict[str, np.ndarray],
+    engine: str,
+    seat: int,
+    rank: int,
+    tp: int,
+    ep: int,
+    head: str,
 ) -> Rank:
     parts: list[tuple[str, np.ndarray, tuple[int, ...]]] = []
     for name, whole in values.items():
@@ -301,10 +338,11 @@ def _engine(
         shapes=tuple(tuple(p[1].shape) for p in parts),
         global_shapes=tuple(tuple(values[p[0]].shape) for p in parts),
         global_offsets=tuple(p[2] for p in parts),
-        tied_to=("",) * len(parts),
+        tied_to=tuple(EMBED if (p[0], head) == (HEAD, "alias") else "" for p in parts),
     )
     spec = EngineSpec(rank=seat, engine=engine, agreed={}, context=False, layout=columns)
-    return Rank(spec=spec, numbers={"line": np.concatenate([p[1].reshape(-1) for p in parts])})
+    stored = [p[1].reshape(-1) for p, alias in zip(parts, columns.tied_to, strict=True) if not alias]
+    return Rank(spec=spec, numbers={"line": np.concatenate(stored)})
 
 
 def world_of(engine_ranks: Sequence[Rank], trainer_ranks: Sequence[Rank]) -> World:

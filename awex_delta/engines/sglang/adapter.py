@@ -41,7 +41,6 @@ class SGLangEngine:
         device: where the weights live.
 
     Nothing is checked here: `tensors` does, within `connect`, where a refusal reaches every rank at once.
-    Collective: no.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -65,8 +64,6 @@ class SGLangEngine:
 
         Raises:
             LayoutError: a weight was moved, repacked or replaced. Disconnect, and connect again.
-
-        Collective: no.
         """
         for old, new in zip(self._parts, _parts(self._model), strict=True):
             if _place(old) != _place(new):
@@ -83,7 +80,7 @@ class SGLangEngine:
 
 
 def rank_in_engine() -> int:
-    """Rank of this worker in its SGLang instance, over its tensor and pipeline ranks. Collective: no."""
+    """Rank of this worker in its SGLang instance, over its tensor and pipeline ranks."""
     from sglang.srt.distributed.parallel_state import get_world_group
 
     rank: int = get_world_group().rank_in_group
@@ -178,7 +175,7 @@ def _qkv(path: str, own_name: str, module: Any, tensor: torch.Tensor) -> Iterato
         raise LayoutError(f"{path}: no rule names the HF tensors of a fused attention of this name")
     rank, size = _rank_and_size(module.tp_group)
     kv_rank, kv_size = _rank_and_size(module.kv_tp_group)
-    # Neighbouring ranks hold the same key-value heads where there are fewer heads than ranks.
+    # Neighbouring ranks hold the same key-value heads if there are fewer heads than ranks.
     kv_rank, kv_size = kv_rank // module.num_kv_head_replicas, kv_size // module.num_kv_head_replicas
     pieces = [
         (f"{prefix}q_proj", module.q_proj_shard_size, rank, size),

@@ -21,10 +21,10 @@ class SglangControl(Protocol):
     """SGLang's own calls that an update needs. All block."""
 
     def flush(self, seconds: float) -> bool:
-        """Drop the cache once no request runs, within `seconds`. False where one runs longer."""
+        """Drop the cache once no request runs, within `seconds`. False if one runs longer."""
 
     def load(self, named_tensors: list[tuple[str, torch.Tensor]], *, flush: bool) -> None:
-        """Give tensors to our loader in every worker. Raises UpdateError where SGLang refuses."""
+        """Give tensors to our loader in every worker. Raises UpdateError if SGLang refuses."""
 
     def publish(self, version: str) -> None:
         """Let SGLang report `version` as its weight version."""
@@ -127,12 +127,12 @@ class SglangDriver:
         self._send("update", version=version, flush=True)
 
     def publish(self, version: int) -> None:
-        """Let SGLang report a version that the trainer has committed. Collective: no."""
+        """Let SGLang report a version that the trainer has committed."""
         self._control.publish(str(version))
         self._version, self._in_doubt = version, False
 
     def disconnect(self) -> None:
-        """Leave the pairing; the weights stay as they are. Collective: no."""
+        """Leave the pairing; the weights stay as they are."""
         self._send("disconnect", flush=False)
 
     def _send(self, action: Action, *, flush: bool, version: int = -1) -> None:

@@ -88,7 +88,7 @@ def message(action: Action, joining: Joining, *, version: int = -1) -> list[tupl
 
 
 def attached(model: nn.Module) -> Attached | None:
-    """What this worker keeps of the pairing of `model`; None when it has none. Collective: no."""
+    """What this worker keeps of the pairing of `model`; None when it has none."""
     return _attached.get(model)
 
 

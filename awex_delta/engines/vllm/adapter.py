@@ -57,8 +57,6 @@ class VllmEngine:
     Raises:
         LayoutError: a weight is quantized, was repacked after loading, lies elsewhere than vLLM's
             loader writes it, or belongs to a layer that is not known here. The weights are as before.
-
-    Collective: no.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -65,7 +65,7 @@ class VllmTransferEngine(WeightTransferEngine):  # type: ignore[misc] # vLLM is 
         self._receiver, self._view = receiver, view
 
     def start_weight_update(self) -> None:
-        """Begin: nothing is written yet. Raises UpdateError before `init`. Collective: no."""
+        """Begin: nothing is written yet. Raises UpdateError before `init`."""
         self._connected()
         self._committed = False
 
@@ -89,12 +89,12 @@ class VllmTransferEngine(WeightTransferEngine):  # type: ignore[misc] # vLLM is 
         self._committed = stats.version == update_info.version
 
     def finish_weight_update(self) -> None:
-        """End an update that committed. Raises UpdateError where none did. Collective: no."""
+        """End an update that committed. Raises UpdateError if none did."""
         if not self._committed:
             raise UpdateError("finish_weight_update: no update was committed since start_weight_update")
 
     def shutdown(self) -> None:
-        """Leave the pairing; the weights stay as they are. Collective: no."""
+        """Leave the pairing; the weights stay as they are."""
         if self._receiver is not None:
             self._receiver.close()
             self._receiver = None

@@ -37,7 +37,7 @@ class VllmControl(Protocol):
         """Schedule requests again."""
 
     def paused(self) -> bool:
-        """True where vLLM schedules no request now, whoever stopped it."""
+        """True while vLLM schedules no request, whoever stopped it."""
 
     def init(self, info: Mapping[str, Any]) -> None:
         """`init_weight_transfer_engine` in every worker."""
@@ -111,7 +111,7 @@ class HttpControl:
     Args:
         url: such as `http://127.0.0.1:8000`.
         timeout_seconds: longest wait for any answer; more than an update may take.
-        api_key: the server's, None where it asks for none.
+        api_key: the server's, None if it asks for none.
     """
 
     def __init__(self, url: str, *, timeout_seconds: float = 600.0, api_key: str | None = None) -> None:
@@ -206,8 +206,6 @@ class VllmDriver:
 
         Raises:
             ConfigError: `running` is not known.
-
-        Collective: no.
         """
         if running not in get_args(Running):
             raise ConfigError(f"running={running!r}: give one of {', '.join(get_args(Running))}")
@@ -279,11 +277,11 @@ class VllmDriver:
         self.resume()
 
     def disconnect(self) -> None:
-        """Leave the pairing. Weights and requests stay as they are. Collective: no."""
+        """Leave the pairing. Weights and requests stay as they are."""
         self._control.leave()
 
     def resume(self) -> None:
-        """Let requests go on after a failed update, with the weights as they are. Collective: no.
+        """Let requests go on after a failed update, with the weights as they are.
 
         Raises:
             UpdateError: vLLM says afterwards that it schedules none.
@@ -307,8 +305,6 @@ def init_info(
         settings: the same as on the trainer's side.
         first_engine_rank: of this deployment's ranks among all engine ranks of the rendezvous.
         engine: name of this deployment, another one for each.
-
-    Collective: no.
     """
     joining = Joining(
         rendezvous=rendezvous, settings=settings, first_engine_rank=first_engine_rank, engine=engine

@@ -18,7 +18,7 @@ _MARK = "awex_delta_live"
 
 
 class _UnlessLive:
-    """Stands for a flag of vLLM, and is false where weights must stay live."""
+    """Stands for a flag of vLLM, and is false while weights must stay live."""
 
     def __init__(self, flag: object) -> None:
         self._flag = flag
@@ -32,8 +32,6 @@ def keep_weights_live() -> None:
 
     * Linear layers, embeddings: neither oneDNN nor the SGL kernel packs them; torch multiplies.
     * Experts: they are not packed; torch multiplies, one expert after the other.
-
-    Collective: no.
     """
     import vllm._custom_ops as ops
     from vllm.model_executor.layers import utils
@@ -63,7 +61,7 @@ def keep_weights_live() -> None:
 
 
 def is_live(experts: object) -> bool:
-    """True for an expert kernel of vLLM that reads the weights as they were loaded. Collective: no."""
+    """True for an expert kernel of vLLM that reads the weights as they were loaded."""
     return _MARK in vars(experts)
 
 

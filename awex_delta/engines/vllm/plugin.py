@@ -6,10 +6,7 @@ from awex_delta.engines.vllm.live import BACKEND, keep_weights_live
 
 
 def register() -> None:
-    """Offer `WeightTransferConfig(backend="awex_delta")`. May be called again.
-
-    Collective: no.
-    """
+    """Offer `WeightTransferConfig(backend="awex_delta")`. May be called again."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.platforms import current_platform
 

@@ -35,8 +35,6 @@ def prove(model: nn.Module, parts: Sequence[EngineTensor]) -> None:
 
     Raises:
         LayoutError: names the tensor or layer for which it does not hold. The weights are as before.
-
-    Collective: no.
     """
     by_storage: dict[int, list[EngineTensor]] = {}
     for entry in parts:

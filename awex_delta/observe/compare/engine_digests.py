@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from awex_delta.engines.view import EngineView
+from awex_delta.engines.view import EngineTensor, EngineView
 from awex_delta.errors import ConfigError
 from awex_delta.observe.compare.checkpoints import Entry
-from awex_delta.wire.digest import MODULUS, as_unsigned, salt_of, sum_at
+from awex_delta.wire.digest import MODULUS, as_unsigned, digest, salt_of, sum_at
 
 Size = Annotated[int, Field(ge=0, lt=2**63)]
 
@@ -108,39 +108,45 @@ def digests_of(view: EngineView) -> dict[str, Any]:
 
     Args:
         view: the engine's adapter. Only read; must not be updated meanwhile.
-
-    Collective: no.
     """
     tensors: dict[str, Any] = {}
     for tensor in view.tensors():
         if tensor.tied_to is not None:
             continue
         part = tensor.view.detach()
-        total = 0
-        rows = max(1, _PIECE * len(part) // max(part.numel(), 1)) if part.dim() else 1
-        for start, block in _blocks(part, rows):
-            box = (tensor.global_offset[0] + start, *tensor.global_offset[1:]) if part.dim() else ()
-            index = _positions(box, tuple(block.shape), tensor.global_shape).to(block.device)
-            total += as_unsigned(sum_at(index, block.reshape(-1), salt_of(tensor.name)))
-        found = Part(start=tensor.global_offset, shape=tuple(part.shape), digest=f"{total % MODULUS:016x}")
+        total = digest_of_part(tensor, tensor.name)
+        found = Part(start=tensor.global_offset, shape=tuple(part.shape), digest=f"{total:016x}")
         entry = {"dtype": str(part.dtype).removeprefix("torch."), "shape": list(tensor.global_shape)}
         tensors[tensor.name] = entry | {"parts": [found.model_dump(mode="json")]}
     return {"format": "awex-delta digests 1", "tensors": tensors}
 
 
-def _blocks(part: torch.Tensor, rows: int) -> Iterator[tuple[int, torch.Tensor]]:
-    """Rows of a tensor, some at a time, with the number of the first; a scalar as it is."""
-    if not part.dim():
-        yield 0, part
-    else:
-        yield from ((start, part[start : start + rows]) for start in range(0, len(part), rows))
+def digest_of_part(tensor: EngineTensor, salted_as: str) -> int:
+    """The digest of a part of a tensor, at its place in the whole.
+
+    Args:
+        tensor: live; read a bounded number of elements at a time.
+        salted_as: name that sets the tensor apart from others.
+    """
+    part = tensor.view.detach()
+    if tuple(part.shape) == tensor.global_shape:
+        return digest(part, salted_as)
+    total, rows = 0, max(1, _PIECE * len(part) // max(part.numel(), 1))
+    for start in range(0, len(part), rows):
+        block = part[start : start + rows]
+        box = (tensor.global_offset[0] + start, *tensor.global_offset[1:])
+        index = _positions(box, tuple(block.shape), tensor.global_shape, block.device)
+        total += as_unsigned(sum_at(index, block.reshape(-1), salt_of(salted_as)))
+    return total % MODULUS
 
 
-def _positions(start: tuple[int, ...], shape: tuple[int, ...], whole: tuple[int, ...]) -> torch.Tensor:
+def _positions(
+    start: tuple[int, ...], shape: tuple[int, ...], whole: tuple[int, ...], device: torch.device
+) -> torch.Tensor:
     """Flat positions, in the whole tensor, of the elements of a box, row by row."""
-    index = torch.zeros((), dtype=torch.int64)
+    index = torch.zeros((), dtype=torch.int64, device=device)
     for begin, size, extent in zip(start, shape, whole, strict=True):
-        index = index.unsqueeze(-1) * extent + torch.arange(begin, begin + size)
+        index = index.unsqueeze(-1) * extent + torch.arange(begin, begin + size, device=device)
     return index.reshape(-1)
 
 

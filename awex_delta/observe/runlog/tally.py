@@ -22,8 +22,6 @@ def count_parts(routes: Mapping[str, Route], changed: Mapping[str, int]) -> tupl
 
     Returns:
         One count for each place where this rank owns something, in the order of the model.
-
-    Collective: no.
     """
     found: Counter[tuple[int | None, str]] = Counter()
     owned: Counter[tuple[int | None, str]] = Counter()
@@ -46,8 +44,6 @@ def place_of(param: str, outputs: list[str]) -> tuple[int | None, str]:
     Args:
         param: the trainer's name, whose layer number may count from its pipeline stage.
         outputs: its HF names, whose layer number counts over the whole model.
-
-    Collective: no.
     """
     layers = [int(match[1]) for name in outputs if (match := _LAYER.search(name))]
     inner = _LAYER.search(param)

@@ -126,8 +126,6 @@ class RunLog:
 
         Raises:
             ConfigError: the file cannot be written.
-
-        Collective: no.
         """
         self.path = rank_path(Path(path), rank)
         header = RunHeader(
@@ -162,8 +160,6 @@ class RunLog:
             changed_by: `Sender.changed_by`.
             digests: of the weights, by any name.
             extra: plain numbers and words; one that is not finite is written as null.
-
-        Collective: no.
         """
         verdict = stats.verdict
         self._write(
@@ -194,7 +190,7 @@ class RunLog:
     def append_failure(
         self, version: int, error: BaseException, *, extra: Mapping[str, Plain] | None = None
     ) -> None:
-        """Add a line for an update that raised. Collective: no."""
+        """Add a line for an update that raised."""
         name, text = type(error).__name__, str(error)
         self._write(
             UpdateLine(
