@@ -3,6 +3,9 @@
 Where it is a version already, the elements that change are stored in its shards, in place (`patch`).
 Otherwise new values go to new shards beside the old ones; the index of the checkpoint names the shards, and
 says which version they are, so replacing it, by one rename, is the moment at which the checkpoint changes.
+
+Several versions are followed one by one. Of a delta all changes are in memory, some ten bytes an element, and
+one shard at a time.
 """
 
 from __future__ import annotations
