@@ -67,7 +67,7 @@ class _Body:
                 yield self.live.dtype, self.pos[first : first + _PIECE], value
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Staged:
     """What a version says of some live tensors: checked, on the CPU, every value known.
 

@@ -3,6 +3,9 @@
 Where it is a version already, the elements that change are stored in its shards, in place (`patch`).
 Otherwise new values go to new shards beside the old ones; the index of the checkpoint names the shards, and
 says which version they are, so replacing it, by one rename, is the moment at which the checkpoint changes.
+
+Several versions are followed one by one. Of a delta all changes are in memory, some ten bytes an element, and
+one shard at a time.
 """
 
 from __future__ import annotations
@@ -147,25 +150,12 @@ class LocalCheckpoint:
         """
         self._read_bytes = self._written_bytes = 0
         self._links, self._in_place, self._problems = [], [], []
-        refused, heard, damaged = set[str](), progress or Progress(), False
+        heard = progress or Progress()
         with alone(self.path):
             self._finish(heard)
             self._held = self.marker()
             try:
-                while True:
-                    try:
-                        now, problems = self._attempt(version, refused, heard, may_patch=not damaged)
-                        break
-                    except _UnusableVersion as error:
-                        logger.warning("%s; trying another way", error)
-                        self._problems.append(str(error))
-                        refused.add(error.link.id)
-                    except DamagedBaseError as error:
-                        logger.warning("%s: %s; starting from a full version", self.path, error)
-                        self._problems.append(f"{error}; starting from a full version")
-                        if damaged:  # again: what was written a moment ago does not stay
-                            raise ChainError("; ".join(self._problems)) from error
-                        self._held, damaged = None, True
+                now, problems = self._follow(version, heard)
             finally:
                 self._lease.end()
         return Pulled(
@@ -176,6 +166,23 @@ class LocalCheckpoint:
             bytes_written=self._written_bytes,
             problems=(*self._problems, *problems),
         )
+
+    def _follow(self, version: int | None, progress: Progress) -> tuple[Marker, Sequence[str]]:
+        """Try one way after the other; returns what `_attempt` does."""
+        refused, damaged = set[str](), False
+        while True:
+            try:
+                return self._attempt(version, refused, progress, may_patch=not damaged)
+            except _UnusableVersion as error:
+                logger.warning("%s; trying another way", error)
+                self._problems.append(str(error))
+                refused.add(error.link.id)
+            except DamagedBaseError as error:
+                logger.warning("%s: %s; starting from a full version", self.path, error)
+                self._problems.append(f"{error}; starting from a full version")
+                if damaged:  # again: what was written a moment ago does not stay
+                    raise ChainError("; ".join(self._problems)) from error
+                self._held, damaged = None, True
 
     def _attempt(
         self, version: int | None, refused: set[str], progress: Progress, *, may_patch: bool

@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from awex_delta.errors import ChainError, ConfigError, UpdateAborted
+from awex_delta.errors import ChainError, ConfigError, LayoutError, UpdateAborted
 from awex_delta.folder.chain import Catalogue
 from awex_delta.folder.folder import INDEX, Folder, version_name
 from awex_delta.folder.manifest import Manifest
@@ -286,6 +286,18 @@ def test_tensor_parallel_trainers_write_whole_tensors_once(build: Build, tmp_pat
     assert len(delta.lines) == 2
     numel = sum(math.prod(shape) for shape in SHAPES.values())
     assert sum(line.numel for line in delta.lines) == numel  # replicas write once
+
+
+def test_lines_that_hold_an_element_twice_are_refused_on_all_ranks(build: Build, tmp_path: Path) -> None:
+    settings = build(Trainers, str(tmp_path)).settings
+    views = [TensorParallel.cut(rank, settings) for rank in range(2)]
+    for view in views:
+        view.tp_rank = 0  # both say that they hold the first half
+    trainers = build(Trainers, str(tmp_path), views=views)
+    errors = trainers.threads.run(lambda rank: trainers.writers[rank].connect())
+    assert len({str(error) for error in errors}) == 1
+    assert all(isinstance(error, LayoutError) for error in errors), errors
+    assert "the trainer's owners send 128 of them" in str(errors[0])
 
 
 def publish_again(trainers: Trainers, version: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
@@ -19,7 +20,7 @@ from awex_delta.lines.boxes import Boxes
 from awex_delta.protocol.verdict import Kind
 
 
-def delta(shapes: dict[str, tuple[int, ...]], tied: dict[str, str] | None = None) -> Manifest:
+def delta(shapes: Mapping[str, tuple[int, ...]], tied: dict[str, str] | None = None) -> Manifest:
     """A delta of bf16 tensors that says nothing."""
     columns = {"names": sorted(shapes), "dtypes": ["bfloat16"] * len(shapes)}
     space = HfSpace.model_validate(columns | {"shapes": [shapes[name] for name in sorted(shapes)]})
@@ -68,7 +69,7 @@ def test_live_parts_lie_where_slicing_finds_them(
 ) -> None:
     shapes = {f"t{number}": shape for number, (shape, _) in enumerate(cut)}
     ids = torch.arange(sum(math.prod(shape) for shape in shapes.values()))
-    wholes = dict(zip(shapes, ids.split([math.prod(s) for s in shapes.values()]), strict=True))
+    wholes = dict(zip(shapes, torch.split(ids, [math.prod(s) for s in shapes.values()]), strict=True))
     sliced = {f"t{n}": wholes[f"t{n}"].view(shape)[box] for n, (shape, box) in enumerate(cut)}
     parts = [
         part(

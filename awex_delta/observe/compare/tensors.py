@@ -8,10 +8,9 @@ from enum import StrEnum
 
 import torch
 
+from awex_delta.lines.storages import bits
 from awex_delta.observe.compare.checkpoints import Checkpoint, Entry
 from awex_delta.observe.compare.engine_digests import DigestedState
-
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Side = Checkpoint | DigestedState
 
@@ -84,7 +83,7 @@ def _compare_one(trainer: Checkpoint, engine: Side, name: str, left: str, right:
         return Compared(name=name, outcome=outcome, numel=mine.numel, detail=tied)
     num_different, first, start = 0, None, 0
     for here, there in zip(trainer.pieces(left), engine.pieces(right), strict=True):
-        wrong = (_bits(here) != _bits(there)).nonzero().view(-1)
+        wrong = (bits(here.contiguous()) != bits(there.contiguous())).nonzero().view(-1)
         if wrong.numel() and first is None:
             place = torch.unravel_index(wrong[0] + start, mine.shape)
             first = tuple(int(index) for index in place)
@@ -102,8 +101,3 @@ def _compare_one(trainer: Checkpoint, engine: Side, name: str, left: str, right:
 
 def _refused(name: str, outcome: Outcome, mine: Entry, theirs: Entry) -> Compared:
     return Compared(name=name, outcome=outcome, numel=mine.numel, detail=f"trainer {mine}, engine {theirs}")
-
-
-def _bits(flat: torch.Tensor) -> torch.Tensor:
-    """As integers, so that NaN equals itself and -0.0 differs from 0.0."""
-    return flat.contiguous().view(_BITS[flat.element_size()])
