@@ -11,8 +11,10 @@ from dataclasses import dataclass
 
 import torch
 
-# Positions at a time: what a block takes beside its result stays below 200 MiB.
-_BLOCK = 1 << 22
+# Positions at a time. On a CPU a block stays in the cache, and its memory is used again by the next one; on a
+# device what a block takes beside its result stays below 200 MiB.
+_BLOCK = 1 << 18
+_DEVICE_BLOCK = 1 << 22
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +108,7 @@ class BoxMap:
         return torch.cat([empty, *(one for one, _ in found)]), torch.cat([empty, *(one for _, one in found)])
 
     def everything(self, device: torch.device | None = None) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """All elements, some million at a time, in the order of the target line.
+        """All elements, a block at a time, in the order of the target line.
 
         Args:
             device: where the positions are to lie; None for the CPU.
@@ -117,6 +119,9 @@ class BoxMap:
         boxes = self._on(device or torch.device("cpu"))
         numels = boxes.numels
         for place, box in _blocks(numels):
+            if self._plain:  # a division of each place costs more than all the rest
+                yield boxes.target[box].add_(place), boxes.source[box].add_(place)
+                continue
             row = place // boxes.width[box]
             column = place - row * boxes.width[box]
             target = boxes.target[box] + row * boxes.target_pitch[box] + column
@@ -153,8 +158,9 @@ def _blocks(counts: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]
     """Number the elements of boxes that have `counts`, a block at a time: place in the box, and the box."""
     ends = counts.cumsum(0)
     total = int(ends[-1]) if ends.numel() else 0
-    for begin in range(0, total, _BLOCK):
-        end = min(begin + _BLOCK, total)
+    size = _BLOCK if counts.device.type == "cpu" else _DEVICE_BLOCK
+    for begin in range(0, total, size):
+        end = min(begin + size, total)
         inside = (ends.clamp(begin, end) - (ends - counts).clamp(begin, end)).clamp_(min=0)
         box = torch.repeat_interleave(inside, output_size=end - begin)
         starts = (ends - counts)[box]

@@ -303,7 +303,10 @@ class TorchAdamWTrainer:
 
 def _part(tensor: torch.Tensor | None, start: int, stop: int) -> torch.Tensor | None:
     """A range of a tensor's elements, live."""
-    return None if tensor is None else tensor.view(-1)[start:stop]
+    if tensor is None:
+        return None
+    flat = tensor if tensor.dim() == 1 else tensor.view(-1)  # views cost more than all else here
+    return flat if stop - start == flat.numel() else flat[start:stop]
 
 
 def _rank_info(dp_rank: int, dp_size: int) -> Mapping[str, int | str | bool]:
