@@ -39,6 +39,9 @@ STORAGES = ("fused", "one_a_tensor")
 LR_FOR_ALL = 1e-4  # times the share that is to change: steps of 1e-6 change near one weight in a hundred
 SETTINGS = DeltaSettings(anchor_interval=0, timeout_seconds=600, connect_timeout_seconds=600)
 
+Sample = tuple[float, list[UpdateStats]]
+"""Seconds of an update, and what the engine and the trainer say of it."""
+
 
 class Run:
     """One trainer rank and one engine rank that meet, each in a thread of its own."""
@@ -125,7 +128,7 @@ def measure(
     """
     engine = ExpertsEngine(shape, fused=storages == "fused", device=device)
     run = Run(trainer, engine, encoding)
-    samples: dict[Kind, list[tuple[float, list[UpdateStats]]]] = {Kind.DELTA: [], Kind.FULL: []}
+    samples: dict[Kind, list[Sample]] = {Kind.DELTA: [], Kind.FULL: []}
     version = 1
     for _ in range(repeats + 1):
         for kind in (Kind.FULL, Kind.DELTA):
@@ -138,27 +141,28 @@ def measure(
             samples[kind].append((seconds, stats))
     same = identical(engine, trainer)
     run.close()
+    sizes = {"tensors": shape.tensors, "elements": shape.rows * shape.hidden}
+    kinds = {"storages": storages, "encoding": encoding, "identical": same}
+    return {**sizes, **kinds, "connect_seconds": run.connect_seconds, **_row(samples, shape.tensors)}
+
+
+def _row(samples: Mapping[Kind, Sequence[Sample]], tensors: int) -> dict[str, Any]:
+    """What the updates took. The first of each kind warmed up."""
     delta, full = samples[Kind.DELTA][1:], samples[Kind.FULL][1:]
     delta_seconds = statistics.median(seconds for seconds, _ in delta)
     full_seconds = _median(full, "prepare", "transfer")
     digest_seconds = _median(full, "digest")
     totals = [stats[1] for _, stats in delta]
     return {
-        "tensors": shape.tensors,
-        "elements": shape.rows * shape.hidden,
         "changed_share": sum(s.total_changed for s in totals) / sum(s.total_owned for s in totals),
-        "storages": storages,
-        "encoding": encoding,
         "verified": str(totals[-1].verified),
-        "identical": same,
-        "connect_seconds": run.connect_seconds,
         "delta_seconds": delta_seconds,
         "full_seconds": full_seconds,
         "delta_over_full_seconds": delta_seconds / full_seconds,
         "full_digest_seconds": digest_seconds,
         "full_digest_over_transfer": digest_seconds / _median(full, "transfer"),
         "full_update_seconds": statistics.median(seconds for seconds, _ in full),
-        "microseconds_per_tensor": 1e6 * delta_seconds / shape.tensors,
+        "microseconds_per_tensor": 1e6 * delta_seconds / tensors,
         "phases": {
             side: {kind: _phases(rows, seat) for kind, rows in (("delta", delta), ("full", full))}
             for seat, side in enumerate(("engine", "trainer"))
@@ -229,14 +233,14 @@ def slopes(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def _median(samples: Sequence[tuple[float, Sequence[UpdateStats]]], *phases: str) -> float:
+def _median(samples: Sequence[Sample], *phases: str) -> float:
     """Seconds of the slower rank in some phases."""
     return statistics.median(
         max(sum(one.seconds.get(phase, 0.0) for phase in phases) for one in stats) for _, stats in samples
     )
 
 
-def _phases(samples: Sequence[tuple[float, Sequence[UpdateStats]]], seat: int) -> dict[str, float]:
+def _phases(samples: Sequence[Sample], seat: int) -> dict[str, float]:
     seconds = [stats[seat].seconds for _, stats in samples]
     return {phase: statistics.median(one.get(phase, 0.0) for one in seconds) for phase in seconds[0]}
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 # Positions at a time: on a CPU what stays in a cache, on a device what hides the cost of a call.
-_BLOCK, _DEVICE_BLOCK = 1 << 17, 1 << 22
+_BLOCK, _DEVICE_BLOCK = 1 << 18, 1 << 22
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
