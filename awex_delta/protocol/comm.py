@@ -253,6 +253,7 @@ class Comm:
         phase: str,
     ) -> None:
         self._mark(phase)
+        ops: list[dist.P2POp] = []
         try:
             ops = build(self._usable_group(weights=True))
             # AWEX itself would wait as long as the group was given to connect.
@@ -261,7 +262,7 @@ class Comm:
             if self._device.type != "cpu":
                 torch.accelerator.synchronize(self._device)
         except RuntimeError as error:
-            work = None  # it would keep the sockets open
+            work, ops = None, []  # they would keep the sockets open, for as long as somebody keeps the error
             raise self._peer_error(phase, None, error) from error
         for target, received in copies:
             target.copy_(received)

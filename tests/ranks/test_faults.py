@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
@@ -136,8 +137,11 @@ def test_a_rank_that_dies_takes_nobody_with_it(make: Make, phase: str, seat: int
         raise InjectedFault("killed")
 
     stop_at(pairing, seat, phase, die)
+    groups = [weakref.ref(end.comm._group) for end in pairing.ends]
     begin = time.monotonic()
     outcome = pairing.update(version)
+    held = [one for one, group in enumerate(groups) if group() is not None]
+    assert held == [], "an error that is kept holds sockets open, on which others may wait"
     assert time.monotonic() - begin < SETTINGS.timeout_seconds / 2, "nobody waits for who is gone"
     assert [kind for s, kind in enumerate(errors(outcome)) if s != seat] == [PeerError] * 4
     assert all(end.version == 1 for end in pairing.ends)
