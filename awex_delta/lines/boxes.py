@@ -2,6 +2,8 @@
 
 A box is `rows` x `width` elements; at either end its rows lie a pitch apart. A run of elements is a box of
 one row, and a tensor-parallel cut along columns is one box, where runs would be one a row.
+
+Elements are picked by `index_select`, which on a CPU is several times as fast as indexing by a tensor.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 # Positions at a time: on a CPU what stays in a cache, on a device what hides the cost of a call.
@@ -116,16 +119,14 @@ class BoxMap:
         """
         boxes = self._on(device or torch.device("cpu"))
         for block in _blocks(boxes.numels):
-            inside = block.inside()
-            target, source = block.spread(boxes.target), block.spread(boxes.source)
             if self._plain:
-                yield target.add_(inside), source.add_(inside)
+                yield block.number(boxes.target), block.number(boxes.source)
                 continue
-            row = torch.div(inside, block.spread(boxes.width), rounding_mode="floor")
-            # A row begins a pitch after the one before it, of which the width is in `inside` already.
-            target += row * block.spread(boxes.target_pitch - boxes.width)
-            source += row * block.spread(boxes.source_pitch - boxes.width)
-            yield target.add_(inside), source.add_(inside)
+            inside, width = block.number(), block.spread(boxes.width)
+            row = torch.div(inside, width, rounding_mode="floor")
+            inside -= row * width
+            target = block.spread(boxes.target).add_(inside).add_(row * block.spread(boxes.target_pitch))
+            yield target, block.spread(boxes.source).add_(inside).add_(row * block.spread(boxes.source_pitch))
 
     def _mapped(self, pos: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         boxes = self._on(pos.device)
@@ -133,16 +134,17 @@ class BoxMap:
         last = boxes.source + (boxes.rows - 1) * boxes.source_pitch + boxes.width
         count = torch.searchsorted(pos, last) - first
         for block in _blocks(count):
-            pick = block.inside().add_(block.spread(first))
+            pick = block.number(first)
             if self._plain:
-                yield pos[pick].add_(block.spread(boxes.target - boxes.source)), pick
+                yield pos.index_select(0, pick).add_(block.spread(boxes.target - boxes.source)), pick
                 continue
-            inside = pos[pick].sub_(block.spread(boxes.source))
-            row = torch.div(inside, block.spread(boxes.source_pitch), rounding_mode="floor")
-            column = inside - row * block.spread(boxes.source_pitch)
-            target = block.spread(boxes.target) + row * block.spread(boxes.target_pitch) + column
+            inside = pos.index_select(0, pick).sub_(block.spread(boxes.source))
+            pitch = block.spread(boxes.source_pitch)
+            row = torch.div(inside, pitch, rounding_mode="floor")
+            column = inside - row * pitch
             kept = (column < block.spread(boxes.width)).nonzero().view(-1)
-            yield target[kept], pick[kept]
+            target = block.spread(boxes.target) + row * block.spread(boxes.target_pitch) + column
+            yield target.index_select(0, kept), pick.index_select(0, kept)
 
     def _on(self, device: torch.device) -> Boxes:
         if self._boxes.source.device != device:
@@ -156,30 +158,46 @@ class _Block:
 
     begin, end: their range.
     starts: int64 [n], the number of the first element of each box.
-    counts: int64 [n], how many elements of each box lie in the range.
+    boxes: the boxes that they lie in.
+    counts: int64, how many of them lie in each of these.
     """
 
     begin: int
     end: int
     starts: torch.Tensor
+    boxes: slice
     counts: torch.Tensor
 
-    def inside(self) -> torch.Tensor:
-        """The number of each element in its box, int64 [end - begin]."""
-        return torch.arange(self.begin, self.end, device=self.starts.device).sub_(self.spread(self.starts))
+    def number(self, column: torch.Tensor | None = None) -> torch.Tensor:
+        """The number of each element in its box, int64 [end - begin], counted from an entry of its box."""
+        starts = self.starts if column is None else self.starts - column
+        return torch.arange(self.begin, self.end, device=starts.device).sub_(self.spread(starts))
 
     def spread(self, column: torch.Tensor) -> torch.Tensor:
         """The entry of its box for each element, int64 [end - begin]."""
-        return torch.repeat_interleave(column, self.counts, output_size=self.end - self.begin)
+        return spread(column[self.boxes], self.counts, self.end - self.begin)
+
+
+def spread(column: torch.Tensor, counts: torch.Tensor, total: int) -> torch.Tensor:
+    """Each entry of a column as often as `counts` says, `total` entries in all.
+
+    On a CPU numpy is five times as fast as torch.
+    """
+    if column.device.type == "cpu":
+        return torch.from_numpy(np.repeat(column.numpy(), counts.numpy()))
+    return torch.repeat_interleave(column, counts, output_size=total)
 
 
 def _blocks(counts: torch.Tensor) -> Iterator[_Block]:
-    """The elements of boxes that have `counts`, a block at a time."""
+    """The elements of boxes that have `counts`, in blocks. Waits for a device once, and at each block."""
     ends = counts.cumsum(0)
     total = int(ends[-1]) if ends.numel() else 0
     starts = ends - counts
     size = _BLOCK if counts.device.type == "cpu" else _DEVICE_BLOCK
     for begin in range(0, total, size):
         end = min(begin + size, total)
-        here = (ends.clamp(max=end) - starts.clamp(min=begin)).clamp_(min=0)
-        yield _Block(begin=begin, end=end, starts=starts, counts=here)
+        edge = torch.tensor([begin, end - 1], device=counts.device)
+        first, last = torch.searchsorted(ends, edge, right=True).tolist()
+        boxes = slice(first, last + 1)
+        here = ends[boxes].clamp(max=end) - starts[boxes].clamp(min=begin)
+        yield _Block(begin=begin, end=end, starts=starts, boxes=boxes, counts=here)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from awex_delta.lines.boxes import Boxes, BoxMap
-from awex_delta.lines.storages import Storages
+from awex_delta.lines.storages import Storages, bits
 
 
 class LineEnd:
@@ -37,7 +37,8 @@ class LineEnd:
         storages = self._storages()
         there, pick = self._map.map(pos.to(storages.device))
         values = torch.empty(pos.numel(), dtype=self._dtype, device=storages.device)
-        values[pick] = storages.gather(there, self._dtype)
+        found = storages.gather(there, self._dtype)
+        bits(values).scatter_(0, pick, bits(found))
         return values.to(pos.device)
 
     def scatter(self, pos: torch.Tensor, value: torch.Tensor) -> None:
@@ -52,7 +53,7 @@ class LineEnd:
         """
         storages = self._storages()
         there, pick = self._map.map(pos.to(storages.device))
-        storages.scatter(there, value.to(storages.device)[pick])
+        storages.scatter(there, value.to(storages.device).index_select(0, pick))
 
     def read(self, start: int, stop: int) -> torch.Tensor:
         """The values at positions `start` up to `stop`: [stop - start] on the CPU."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from awex_delta.errors import CorruptFrameError, LayoutError
+from awex_delta.lines.boxes import spread
 
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integers by their width in bytes."""
@@ -84,9 +85,9 @@ class Storages:
         raw = bits(out)
         for memory, cells, here in self._at(pos):
             if memory.dtype is dtype:
-                raw[here] = memory.cells[cells]
+                torch.index_select(memory.cells, 0, cells, out=raw[here])
             else:
-                out[here] = memory.cells[cells].view(memory.dtype).to(dtype)
+                out[here] = memory.cells.index_select(0, cells).view(memory.dtype).to(dtype)
         return out
 
     def scatter(self, pos: torch.Tensor, value: torch.Tensor) -> None:
@@ -106,7 +107,7 @@ class Storages:
         for memory, cells, here in self._at(pos):
             if memory.dtype is not value.dtype:
                 raise LayoutError(f"cannot write {value.dtype} values into a {memory.dtype} tensor")
-            memory.cells[cells] = raw[here]
+            memory.cells.scatter_(0, cells, raw[here])
 
     def _at(self, pos: torch.Tensor) -> Iterator[tuple[_Memory, torch.Tensor, slice]]:
         """Each memory that is touched, the cells in it, and which of the positions these are.
@@ -131,12 +132,14 @@ class Storages:
         counts = torch.searchsorted(pos, starts).diff()
         if self._dims is None:
             shift = self._first[first:last] - starts[:-1]
-            return pos + torch.repeat_interleave(shift, counts, output_size=pos.numel())
+            return spread(shift, counts, pos.numel()).add_(pos)
         tensor = torch.repeat_interleave(counts, output_size=pos.numel()) + first
-        rest, cells = pos - self._starts[tensor], self._first[tensor]
+        rest = pos - self._starts.index_select(0, tensor)
+        cells = self._first.index_select(0, tensor)
         for size, stride in self._dims:
-            cells += rest % size[tensor] * stride[tensor]
-            rest = torch.div(rest, size[tensor], rounding_mode="floor")
+            here = size.index_select(0, tensor)
+            cells += rest % here * stride.index_select(0, tensor)
+            rest = torch.div(rest, here, rounding_mode="floor")
         return cells
 
 
