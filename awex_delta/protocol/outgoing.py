@@ -99,7 +99,5 @@ def _mapped(table: BoxMap, found: Changes, dtype: torch.dtype) -> Changes:
     return Changes(
         pos=pos,
         code=None if found.code is None else found.code.index_select(0, pick),
-        value=torch.empty(0, dtype=dtype)
-        if found.value is None
-        else found.value.index_select(0, pick).to(dtype),
+        value=value.to(dtype),
     )
