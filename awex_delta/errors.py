@@ -21,7 +21,7 @@
         ├── PeerError          a peer did not answer in time, or went away
         └── ChainError         no chain of versions in the folder leads where it was asked to
 
-"Full sync" is a value (`types.Verdict`), never an exception.
+That an update is a full sync is a value (`protocol.verdict.Verdict`), never an exception.
 """
 
 

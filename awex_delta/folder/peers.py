@@ -79,7 +79,7 @@ class Peers:
         if self._comm is None:
             yield
             return
-        if not self._comm.usable(purpose):
+        if not self._comm.begin(purpose):
             self._comm.connect()
         with in_step(self._comm):
             yield

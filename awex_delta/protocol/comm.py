@@ -73,14 +73,17 @@ class Comm:
         self._group: dist.ProcessGroup | None = None
         self._weights_group: dist.ProcessGroup | None = None
 
-    def usable(self, purpose: str) -> bool:
-        """True while this rank's group can be used; False when `connect` is due.
+    def begin(self, purpose: str) -> bool:
+        """Begin something in the current epoch, and leave the group of an earlier one.
 
         Args:
             purpose: what this rank begins, such as "version 7".
 
+        Returns:
+            True if this rank's group belongs to the current epoch; False if `connect` is due.
+
         Raises:
-            PeerError: another rank already gave up this same purpose, so nobody would answer. Said
+            PeerError: another rank already gave up this same purpose, so nobody would answer. It is said
                 once; the next call finds the way to the new epoch.
         """
         self.purpose = purpose

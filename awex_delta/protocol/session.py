@@ -44,7 +44,7 @@ _STATUS = TypeAdapter(Status)
 
 
 def _clip(text: str) -> str:
-    """Short and plain enough for any text to fit a row, whatever JSON makes of it."""
+    """The begin of a text in plain ASCII: JSON then never makes it longer than a row."""
     return text.encode("ascii", "backslashreplace").decode()[:_DETAIL_CHARS]
 
 
@@ -135,7 +135,7 @@ class Session:
 
         Collective: yes, over all transfer ranks, unless already connected.
         """
-        if self.comm.usable(purpose):
+        if self.comm.begin(purpose):
             return False
         self.comm.connect()
         try:

@@ -213,7 +213,7 @@ class Targets:
 
     def _begin(self, order: list[tuple[str, int]], refused: Exception | None) -> Mapping[str, str]:
         """Agree on what to do. Returns the targets to pass over, and why, as rank 0 sees it."""
-        if not self._meeting.usable(f"targets {order}"):
+        if not self._meeting.begin(f"targets {order}"):
             self._meeting.connect()
         mine = {
             "order": order,

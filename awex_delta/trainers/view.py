@@ -18,10 +18,10 @@ from awex_delta.lines.space import Space
 class WeightInfo:
     """One local Megatron tensor that inference must receive.
 
-    owners: transfer-independent trainer ranks (0-based among trainers) of the optimizer group that
-        owns the parameter in parts, this rank included; empty for tensors no optimizer owns
-        (buffers, frozen weights) and for those that are always sent whole (fp32 parameters).
-    owned: the half-open flat range that this rank owns; (0, 0) when it owns nothing of it.
+    owners: ranks of the optimizer group that owns the parameter in parts, this rank included; they count
+        from 0 among the trainers. Empty for a tensor that no optimizer owns (a buffer, a frozen weight) and
+        for one that is always sent whole (an fp32 parameter).
+    owned_start, owned_stop: the half-open flat range that this rank owns; (0, 0) if it owns nothing of it.
     trained: an optimizer steps it, whether it is sent sparsely or whole.
     """
 
