@@ -74,13 +74,9 @@ class Comm:
         self._weights_group: dist.ProcessGroup | None = None
 
     def begin(self, purpose: str) -> bool:
-        """Begin something in the current epoch, and leave the group of an earlier one.
+        """Begin a purpose, such as "version 7", in the current epoch; False if `connect` is due.
 
-        Args:
-            purpose: what this rank begins, such as "version 7".
-
-        Returns:
-            True if this rank's group belongs to the current epoch; False if `connect` is due.
+        The group of an earlier epoch is left.
 
         Raises:
             PeerError: another rank already gave up this same purpose, so nobody would answer. It is said
