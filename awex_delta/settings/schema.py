@@ -116,8 +116,9 @@ class TrainEngineConfig(_SideConfig):
     `indices`: a flat position and the new value, 6 bytes. `gaps`: the distance to the previous change
     and the new value, 3 bytes. `ulp`: the distance and how far the value moved, 1.6 bytes. `ulp_zstd`:
     the same, compressed, 1.0 to 1.2 bytes. `ulp_context`: compressed with what both sides know of the
-    weights, 0.7 to 0.9 bytes; needs the extra `context` on both sides. `auto`: whichever of the first four
-    takes the least time at the measured speed of the link. See docs/en/wire.md."""
+    weights, 0.7 to 0.9 bytes; needs the extra `context` on both sides. `auto`: whichever
+    takes the least time at the measured speed of the link, `ulp_context` only if all ranks have its extra.
+    See docs/en/wire.md."""
 
     weight_update_bucket_bytes: int = Field(default=64 << 20, ge=1 << 10, le=1 << 30)
     """The most bytes of one message of a delta; what is longer is cut. While one is sent the next is
