@@ -100,9 +100,9 @@ def step_counts(optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor]
         raw = [of_group[param] for param in params]
     else:
         raw = [_state(optimizer, param).get("step", 0) for param in params]
-    tensors = [value.view(()) if value.dim() else value for value in raw if isinstance(value, torch.Tensor)]
-    host = iter(torch.stack(tensors).tolist() if tensors else ())
-    return [int(next(host) if isinstance(value, torch.Tensor) else value) for value in raw]
+    there = [value for value in raw if _is_on_device(value)]
+    host = iter(torch.cat([value.view(1) for value in there]).tolist() if there else ())
+    return [int(next(host) if _is_on_device(value) else value) for value in raw]
 
 
 def moments(
@@ -129,6 +129,10 @@ def _state(optimizer: torch.optim.Optimizer, param: torch.Tensor) -> Mapping[str
     # `state` is a defaultdict: indexing it would make the optimizer believe that it has started.
     state: Mapping[str, Any] = optimizer.state.get(param, _NO_STATE)
     return state
+
+
+def _is_on_device(value: torch.Tensor | int) -> bool:
+    return isinstance(value, torch.Tensor) and not value.is_cpu
 
 
 def _class_path(optimizer: torch.optim.Optimizer) -> str:
