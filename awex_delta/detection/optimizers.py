@@ -113,8 +113,8 @@ def moments(
     return state.get("exp_avg"), state.get("exp_avg_sq")
 
 
-def flat(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-    """A range of the elements of a contiguous tensor, live, flat and without gradients.
+def flat(tensor: torch.Tensor, part: slice | None = None) -> torch.Tensor:
+    """The elements of a contiguous tensor, or a part of them, live, flat and without gradients.
 
     It is called for every tensor of every update, so that no operation is spent on what is flat and whole.
     """
@@ -122,7 +122,12 @@ def flat(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
         tensor = tensor.detach()
     if tensor.dim() != 1:
         tensor = tensor.view(-1)
-    return tensor if start == 0 and tensor.numel() == stop else tensor[start:stop]
+    return tensor if part is None else tensor[part]
+
+
+def part_of(numel: int, start: int, stop: int) -> slice | None:
+    """A range of so many elements, for `flat`; None means all of them."""
+    return None if (start, stop) == (0, numel) else slice(start, stop)
 
 
 def _state(optimizer: torch.optim.Optimizer, param: torch.Tensor) -> Mapping[str, Any]:
