@@ -71,7 +71,7 @@ class StepFollower:
             detection = detect_or_doubt(slices, self._journal.plan)
             for baseline in following:
                 baseline.add(detection)
-        self._journal.commit(slices)
+        self._journal.commit({owned.key: owned.step for owned in slices})
         return slices
 
     def _before_step(self, keys: Collection[str], *_: Any) -> None:

@@ -209,7 +209,9 @@ def old_weights(
     invalid or out of range. So `examine` has to see no other elements.
 
     One expression without 16-bit integers, which compilers for CPUs handle one at a time, so that it
-    compiles to one pass over memory.
+    compiles to one pass over memory. That pass computes longer than it waits for memory: so numbers of
+    16 bits are only made to round, since each operation on them would round again, and marks become
+    bytes by way of 32 bits, since no other way is vectorized.
 
     Args:
         main, exp_avg, exp_avg_sq: fp32 [n].
@@ -227,17 +229,18 @@ def old_weights(
     move = update + decay_scale * main
     error = err_weight * main.abs() + err_update * update.abs() + err_floor
 
-    low = (main + (move - error)).to(torch.bfloat16)
-    high = (main + (move + error)).to(torch.bfloat16)
+    low = (main + (move - error)).to(torch.bfloat16).float()
+    high = (main + (move + error)).to(torch.bfloat16).float()
+    now = weight.float()
     certain = (
         (low == high)  # of equal sign as well: they are farther apart than the smallest numbers
         & (low.abs() <= _LARGEST)
-        & (main.to(torch.bfloat16) == weight)
+        & (main.to(torch.bfloat16).float() == now)
         & (exp_avg_sq >= min_sq)
         & (exp_avg_sq <= max_sq)
     )
     old = torch.where(certain, low, math.nan)
-    return old, torch.where(old == weight, 0, 1).to(torch.int8)
+    return old.to(torch.bfloat16), (old != now).to(torch.int32).to(torch.int8)
 
 
 def examine(state: State, *, zeros_stay: bool) -> Examination:

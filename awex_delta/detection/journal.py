@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -83,16 +83,15 @@ class StepJournal:
         record = self._records.get(key, Reason.NO_STEP_RECORD)
         return record if isinstance(record, Reason) else record.at(owned.step)
 
-    def commit(self, owned_slices: Iterable[OwnedSlice]) -> None:
+    def commit(self, steps: Mapping[str, int]) -> None:
         """The current weights of these slices are what later plans count from.
 
         Args:
-            owned_slices: every owned slice, or those whose step was looked at, with the step counter as
-                it stands now.
+            steps: by key of every owned slice, or of those whose step was looked at: the optimizer's step
+                counter as it stands now.
         """
-        for owned in owned_slices:
-            key = owned.key
-            self._committed_step[key] = owned.step
+        self._committed_step.update(steps)
+        for key in steps:
             self._records.pop(key, None)
         self._state_replaced = False
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from awex_delta.detection.invert import detect_changes, detect_or_doubt
 from awex_delta.detection.journal import StepJournal
+from awex_delta.detection.optimizers import step_counts
 from awex_delta.detection.slices import Detection, OwnedSlices, Watched
 from awex_delta.protocol.verdict import Reason
 
@@ -14,6 +15,7 @@ class OneStepBaseline:
     def __init__(self, owned_slices: OwnedSlices, watched: Watched) -> None:
         """Record every later step of the optimizers."""
         self._owned_slices = owned_slices
+        self._watched = watched
         self._checked = False
         self._doubt: Detection | None = None
         self._journal = StepJournal()
@@ -30,15 +32,16 @@ class OneStepBaseline:
 
     def committed(self) -> None:
         """Later detections count from the weights as they are now."""
-        slices = tuple(self._owned_slices())
-        self._doubt = None
+        doubt = None
         if not self._checked:
             # The next step writes its masters over weights that were not theirs, and inverting it would
             # lead back to the masters, not to what the engines hold.
-            base = detect_or_doubt(slices, lambda _: None)
-            self._doubt = base if base.reason is Reason.MASTER_MISMATCH else None
-        self._checked = False
-        self._journal.commit(slices)
+            base = detect_or_doubt(tuple(self._owned_slices()), lambda _: None)
+            doubt = base if base.reason is Reason.MASTER_MISMATCH else None
+        self._doubt, self._checked = doubt, False
+        for optimizer, params in self._watched.items():
+            counts = step_counts(optimizer, list(params.values()))
+            self._journal.commit(dict(zip(params, counts, strict=True)))
 
     def weights_replaced(self) -> None:
         """No step leads back to the last commit any more."""

@@ -100,9 +100,9 @@ def step_counts(optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor]
         raw = [of_group[param] for param in params]
     else:
         raw = [_state(optimizer, param).get("step", 0) for param in params]
-    tensors = [value.view(()) if value.dim() else value for value in raw if isinstance(value, torch.Tensor)]
-    host = iter(torch.stack(tensors).tolist() if tensors else ())
-    return [int(next(host) if isinstance(value, torch.Tensor) else value) for value in raw]
+    there = [value for value in raw if _is_on_device(value)]
+    host = iter(torch.cat([value.view(1) for value in there]).tolist() if there else ())
+    return [int(next(host) if _is_on_device(value) else value) for value in raw]
 
 
 def moments(
@@ -113,8 +113,8 @@ def moments(
     return state.get("exp_avg"), state.get("exp_avg_sq")
 
 
-def flat(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-    """A range of the elements of a contiguous tensor, live, flat and without gradients.
+def flat(tensor: torch.Tensor, part: slice | None = None) -> torch.Tensor:
+    """The elements of a contiguous tensor, or a part of them, live, flat and without gradients.
 
     It is called for every tensor of every update, so that no operation is spent on what is flat and whole.
     """
@@ -122,13 +122,22 @@ def flat(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
         tensor = tensor.detach()
     if tensor.dim() != 1:
         tensor = tensor.view(-1)
-    return tensor if start == 0 and tensor.numel() == stop else tensor[start:stop]
+    return tensor if part is None else tensor[part]
+
+
+def part_of(numel: int, start: int, stop: int) -> slice | None:
+    """A range of so many elements, for `flat`; None means all of them."""
+    return None if (start, stop) == (0, numel) else slice(start, stop)
 
 
 def _state(optimizer: torch.optim.Optimizer, param: torch.Tensor) -> Mapping[str, Any]:
     # `state` is a defaultdict: indexing it would make the optimizer believe that it has started.
     state: Mapping[str, Any] = optimizer.state.get(param, _NO_STATE)
     return state
+
+
+def _is_on_device(value: torch.Tensor | int) -> bool:
+    return isinstance(value, torch.Tensor) and not value.is_cpu
 
 
 def _class_path(optimizer: torch.optim.Optimizer) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -187,8 +188,18 @@ def nonzero(marks: torch.Tensor) -> torch.Tensor:
     """
     if marks.device.type != "cpu":
         return marks.nonzero().view(-1)
-    # Several times faster than torch's, which looks at bytes one by one.
-    return torch.from_numpy(np.flatnonzero(marks.view(torch.bool).numpy()))
+    return torch.from_numpy(_nonzero(marks.view(torch.bool).numpy()))
+
+
+def _nonzero(marks: np.ndarray[Any, np.dtype[np.bool_]]) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Pass over eight marks at a time while few are set. Several times faster than torch's `nonzero`."""
+    whole = marks.size // 8 * 8
+    words = np.flatnonzero(marks[:whole].view(np.int64) != 0)
+    if words.size > whole // 64:
+        return np.flatnonzero(marks)
+    inside = np.flatnonzero(marks[:whole].reshape(-1, 8)[words])
+    tail = np.flatnonzero(marks[whole:]) + whole
+    return np.concatenate([words[inside >> 3] * 8 + (inside & 7), tail])
 
 
 def _ascending(pos: torch.Tensor) -> torch.Tensor:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from awex.transfer.transfer_plan import TransferPlan
 
+from awex_delta.garbage import uncollected
 from awex_delta.plan.checks import (
     check_coverage,
     check_dense_coverage,
@@ -36,22 +35,7 @@ class Plan:
     dense_bytes: int
 
 
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Let nobody look for cyclic garbage: descriptions and plans are a million small objects without cycles.
-
-    Otherwise half of the time of planning goes there, and more beside a training framework's own objects.
-    """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
-@_uncollected()
+@uncollected()
 def plan_rank(world: World, seat: int) -> Plan:
     """Plan the transfers of one rank, from the descriptions of all.
 

@@ -18,6 +18,7 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 
 from awex_delta.errors import LockstepError, UpdateAborted, UpdateError
+from awex_delta.garbage import uncollected
 from awex_delta.plan.describe import Spec, dtype_name
 from awex_delta.plan.pairs import Pair
 from awex_delta.plan.rank import Plan, plan_rank
@@ -171,7 +172,8 @@ class Session:
         try:
             if phase is not None:
                 self._on_phase(phase)
-            return work(), ""
+            with uncollected():
+                return work(), ""
         except UpdateError:
             raise
         except Exception as error:  # noqa: BLE001 - the phase boundary: every rank must learn of it

@@ -14,7 +14,7 @@ from awex.sharding.rank_info import RankInfo
 from megatron.core.distributed import DistributedDataParallel
 
 from awex_delta.detection.baselines import Baselines
-from awex_delta.detection.optimizers import flat, moments, step_counts
+from awex_delta.detection.optimizers import flat, moments, part_of, step_counts
 from awex_delta.detection.slices import Detection, OwnedSlice, param_key
 from awex_delta.errors import UnsupportedError
 from awex_delta.protocol.verdict import Reason
@@ -33,6 +33,10 @@ from awex_delta.trainers.view import TrainerLayout, WeightInfo, trainer_line
 
 _EMBEDDING = "model.embed_tokens.weight"
 _LM_HEAD = "lm_head.weight"
+
+_Owned = tuple[WeightInfo, int, slice | None, torch.nn.Parameter, Part]
+"""A parameter that is owned: where its owned part begins in the trainer's line, the part of the live weight,
+that weight, and what is stepped."""
 
 
 class MegatronTrainer:
@@ -58,8 +62,7 @@ class MegatronTrainer:
         self._groups: dict[str, dist.ProcessGroup] = {}
         self._infos: dict[str, WeightInfo] = {}
         self._read_weights(shards)
-        line = trainer_line(self._infos.values())
-        self._begins = dict(zip(line.names, line.starts.tolist(), strict=False))
+        self._owned = tuple(self._find_owned())
         self._watched = self._stepped_by_optimizer()
         self._check_conversion()
         self._baselines = Baselines(
@@ -146,21 +149,20 @@ class MegatronTrainer:
         """The ranges whose optimizer state this rank holds."""
         steps = self._current_steps()
         slices = []
-        for key, part in self._parts.items():
-            info, start, stop = self._infos[key], part.start, part.stop
+        for info, begin, within, weight, part in self._owned:
             exp_avg, exp_avg_sq = moments(part.optimizer, part.stepped)
             slices.append(
                 OwnedSlice(
                     param=info.param,
                     chunk=info.chunk,
-                    start=start,
-                    stop=stop,
-                    begin=self._begins[key] + start,
-                    main=None if part.main is None else flat(part.main, 0, stop - start),
-                    weight=flat(self._params[key], start, stop),
-                    exp_avg=None if exp_avg is None else flat(exp_avg, 0, stop - start),
-                    exp_avg_sq=None if exp_avg_sq is None else flat(exp_avg_sq, 0, stop - start),
-                    step=steps[key],
+                    start=part.start,
+                    stop=part.stop,
+                    begin=begin,
+                    main=None if part.main is None else flat(part.main),
+                    weight=flat(weight, within),
+                    exp_avg=None if exp_avg is None else flat(exp_avg),
+                    exp_avg_sq=None if exp_avg_sq is None else flat(exp_avg_sq),
+                    step=steps[info.key],
                 )
             )
         return slices
@@ -251,6 +253,14 @@ class MegatronTrainer:
                     stack.callback(chunk.restore_grad_buffers)
                     chunk.offload_grad_buffers()
             yield
+
+    def _find_owned(self) -> Iterator[_Owned]:
+        line = trainer_line(self._infos.values())
+        begins = dict(zip(line.names, line.starts.tolist(), strict=False))
+        for key, part in self._parts.items():
+            weight = self._params[key]
+            within = part_of(weight.numel(), part.start, part.stop)
+            yield self._infos[key], begins[key] + part.start, within, weight, part
 
     def _current_steps(self) -> dict[str, int]:
         steps: dict[str, int] = {}

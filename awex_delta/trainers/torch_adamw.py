@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from awex_delta.detection.baselines import Baselines
-from awex_delta.detection.optimizers import flat, moments, step_counts
+from awex_delta.detection.optimizers import flat, moments, part_of, step_counts
 from awex_delta.detection.slices import Detection, OwnedSlice, param_key
 from awex_delta.errors import UnsupportedError
 from awex_delta.protocol.verdict import Reason
@@ -24,8 +24,9 @@ from awex_delta.trainers.view import TrainerLayout, WeightInfo, trainer_line
 _EMBEDDING = "model.embed_tokens.weight"
 _LM_HEAD = "lm_head.weight"
 
-_Owned = tuple[WeightInfo, int, torch.Tensor, torch.Tensor | None, torch.Tensor]
-"""What is owned in part: begin in the trainer's line, live weight, master, and the tensor that is stepped."""
+_Owned = tuple[WeightInfo, int, slice | None, torch.Tensor, torch.Tensor | None, torch.Tensor]
+"""A parameter that is owned: where its owned part begins in the trainer's line, which part that is, the live
+weight, the master, and the tensor that is stepped."""
 
 
 class TorchAdamWTrainer:
@@ -186,20 +187,19 @@ class TorchAdamWTrainer:
         optimizer = self._optimizer
         counts = step_counts(optimizer, [stepped for *_, stepped in self._owned])
         slices = []
-        for (info, begin, weight, master, stepped), step in zip(self._owned, counts, strict=True):
-            start, stop = info.owned_start, info.owned_stop
+        for (info, begin, part, weight, master, stepped), step in zip(self._owned, counts, strict=True):
             exp_avg, exp_avg_sq = moments(optimizer, stepped)
             slices.append(
                 OwnedSlice(
                     param=info.param,
                     chunk=0,
-                    start=start,
-                    stop=stop,
-                    begin=begin + start,
-                    main=None if master is None else flat(master, start, stop),
-                    weight=flat(weight, start, stop),
-                    exp_avg=None if exp_avg is None else flat(exp_avg, start, stop),
-                    exp_avg_sq=None if exp_avg_sq is None else flat(exp_avg_sq, start, stop),
+                    start=info.owned_start,
+                    stop=info.owned_stop,
+                    begin=begin,
+                    main=None if master is None else flat(master, part),
+                    weight=flat(weight, part),
+                    exp_avg=None if exp_avg is None else flat(exp_avg, part),
+                    exp_avg_sq=None if exp_avg_sq is None else flat(exp_avg_sq, part),
                     step=step,
                 )
             )
@@ -273,9 +273,10 @@ class TorchAdamWTrainer:
         line = trainer_line(self._infos)
         begins = dict(zip(line.names, line.starts.tolist(), strict=False))
         for info in self._infos:
-            if info.owned_stop > info.owned_start:
-                key = info.key
-                yield info, begins[key], self._weights[key], self._masters.get(key), self._stepped[key]
+            start, stop, key = info.owned_start, info.owned_stop, info.key
+            if stop > start:
+                part, weight = part_of(math.prod(info.shape), start, stop), self._weights[key]
+                yield info, begins[key] + start, part, weight, self._masters.get(key), self._stepped[key]
 
     def _find_stepped(self) -> dict[str, torch.Tensor]:
         in_optimizer = {param for group in self._optimizer.param_groups for param in group["params"]}

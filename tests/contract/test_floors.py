@@ -28,6 +28,7 @@ MAX_NESTING = 4
 FLOORS = {
     "errors": 0,
     "_version": 0,
+    "garbage": 0,
     "protocol.verdict": 0,
     "settings": 0,
     "lines": 1,

@@ -28,7 +28,7 @@ class Training:
         self.optimizer = make([{"params": [param]} for param in self.params.values()])
         self.journal = StepJournal()
         self.journal.watch(self.optimizer, {f"0/{name}": param for name, param in self.params.items()})
-        self.journal.commit(self.slices())
+        self.commit()
 
     def slices(self) -> list[OwnedSlice]:
         steps = step_counts(self.optimizer, list(self.params.values()))
@@ -55,7 +55,7 @@ class Training:
         self.optimizer.step()
 
     def commit(self) -> None:
-        self.journal.commit(self.slices())
+        self.journal.commit({owned.key: owned.step for owned in self.slices()})
 
     def plans(self) -> Plans:
         return {owned.param: self.journal.plan(owned) for owned in self.slices()}
