@@ -36,12 +36,7 @@ class Sides:
     """Calls to sides, all at once."""
 
     def __init__(self, token: str | None, transport: httpx.AsyncBaseTransport | None = None) -> None:
-        """Open nothing yet.
-
-        Args:
-            token: what sides ask for.
-            transport: how requests travel; None for the network.
-        """
+        """Open nothing yet. Sides ask for `token`; requests travel over `transport`, None for the network."""
         self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
         self._transport = transport
         self._client: httpx.AsyncClient | None = None
@@ -64,11 +59,7 @@ class Sides:
     ) -> dict[str, SideAnswer | SideFailure]:
         """Ask every side for one verb, all at once.
 
-        Args:
-            verb: the last part of the path.
-            calls: by URL of the side.
-            seconds: longest wait for all of them.
-            grace_seconds: longest wait for the others once one of them has failed.
+        The wait ends after `seconds`, and `grace_seconds` after a side has failed.
         """
 
         async def ask(url: str, call: Attempt) -> SideAnswer | SideFailure:
@@ -152,15 +143,10 @@ async def gather_with_grace(
     seconds: float,
     grace_seconds: float,
 ) -> dict[str, Answer | SideFailure]:
-    """Run all calls at once, and do not wait for ever for those that are left once one has failed.
+    """Run all calls, by URL, at once, and do not wait for ever for those that are left once one has failed.
 
-    Args:
-        calls: by URL.
-        seconds: longest wait altogether.
-        grace_seconds: longest wait after the first failure.
-
-    Returns:
-        By URL, in the order of `calls`; a call that was not awaited to its end is a SideFailure.
+    The wait ends after `seconds`, and `grace_seconds` after the first failure. Answers come in the order of
+    `calls`; a call that was not awaited to its end is a SideFailure.
     """
     loop = asyncio.get_running_loop()
     deadline = loop.time() + seconds

@@ -33,8 +33,7 @@ class SglangControl(Protocol):
 class EngineControl:
     """A `sglang.Engine` in this process. It runs a loop of its own, so nothing else may use it meanwhile.
 
-    Args:
-        engine: made with `custom_weight_loader=["awex_delta.engines.sglang.loader.load"]`.
+    Make it with `custom_weight_loader=["awex_delta.engines.sglang.loader.load"]`.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -80,12 +79,7 @@ class SglangDriver:
     """
 
     def __init__(self, control: SglangControl, joining: Joining) -> None:
-        """Nothing is called yet.
-
-        Args:
-            control: the engine.
-            joining: the pairing, and the engine's place in it.
-        """
+        """Nothing is called yet. `joining` is the pairing, and the engine's place in it."""
         self._control = control
         self._joining = joining
         self._version: int | None = None
@@ -111,10 +105,8 @@ class SglangDriver:
     def update_weights(self, version: int) -> None:
         """Let the workers take part in one update. Whether it was committed, the trainer tells.
 
-        Requests that run get 10 s to end; what runs longer has to be paused or retracted before.
-
-        Raises:
-            UpdateError: SGLang refused, or did not drop its cache.
+        Requests that run get 10 s to end; what runs longer has to be paused or retracted before. Raises
+        UpdateError if SGLang refused, or did not drop its cache.
 
         Collective: over all trainer and engine ranks.
         """

@@ -19,12 +19,8 @@ class _Info:
 class AsyncControl:
     """A `VllmControl` over an `AsyncLLM` object in this process.
 
-    Call it from any thread but that of the loop, which would wait for itself.
-
-    Args:
-        llm: a `vllm.AsyncLLM` made with `weight_transfer_config={"backend": "awex_delta"}`.
-        loop: the running loop that `llm` belongs to.
-        timeout_seconds: longest wait for any answer; more than an update may take.
+    Call it from any thread but that of `loop`, to which `llm` belongs: it would wait for itself. Make `llm`
+    with `weight_transfer_config={"backend": "awex_delta"}`. An update must take less than `timeout_seconds`.
     """
 
     def __init__(self, llm: Any, loop: asyncio.AbstractEventLoop, *, timeout_seconds: float = 3600.0) -> None:

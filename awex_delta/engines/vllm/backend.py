@@ -72,9 +72,7 @@ class VllmTransferEngine(WeightTransferEngine):  # type: ignore[misc] # vLLM is 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Take part in one update, to its commit. It is full if weights were lost since the last one.
 
-        Raises:
-            UpdateError: it did not commit; says whether the weights are still the version before.
-
+        Raises UpdateError if it did not commit; that says whether the weights are still the version before.
         Collective: over all trainer and engine ranks.
         """
         receiver = self._connected()

@@ -59,11 +59,7 @@ class VllmControl(Protocol):
 
 
 class OfflineControl:
-    """An `LLM` object in this process.
-
-    Args:
-        llm: a `vllm.LLM` made with `weight_transfer_config={"backend": "awex_delta"}`.
-    """
+    """An `LLM` object in this process, made with `weight_transfer_config={"backend": "awex_delta"}`."""
 
     def __init__(self, llm: Any) -> None:
         self._llm = llm
@@ -198,14 +194,9 @@ class VllmDriver:
     """
 
     def __init__(self, control: VllmControl, *, running: Running = "pause") -> None:
-        """Check the arguments; nothing is called yet.
+        """Call nothing yet. `running` says what becomes of running requests during an update.
 
-        Args:
-            control: the deployment.
-            running: what becomes of running requests during an update.
-
-        Raises:
-            ConfigError: `running` is not known.
+        Raises ConfigError if `running` is not known.
         """
         if running not in get_args(Running):
             raise ConfigError(f"running={running!r}: give one of {', '.join(get_args(Running))}")
@@ -232,11 +223,7 @@ class VllmDriver:
         stay so: a failed update may have stopped them, through this driver or through one of a process
         that is gone, and the weights may be a mixture.
 
-        Args:
-            info: from `init_info`.
-
-        Raises:
-            UpdateError: vLLM does not let requests go on.
+        `info` is from `init_info`. Raises UpdateError if vLLM does not let requests go on.
 
         Collective: over all trainer and engine ranks: the trainer's `connect` must run meanwhile.
         """
@@ -250,16 +237,11 @@ class VllmDriver:
                 self.resume()
 
     def update_weights(self, version: int) -> None:
-        """Take the deployment to `version`, drop its prefix cache once, and let requests go on.
+        """Take the deployment to the version that the trainer sends meanwhile, and let requests go on.
 
-        Args:
-            version: the one that the trainer sends meanwhile.
-
-        Raises:
-            UpdateError: the cache could not be dropped, or vLLM does not let requests go on. They stay
-                stopped.
-
-        Whatever else vLLM raises when a worker fails passes through, and requests stay stopped.
+        Its prefix cache is dropped once. Raises UpdateError if that fails, or if vLLM does not let requests
+        go on. Whatever vLLM raises when a worker fails passes through. In all these cases requests stay
+        stopped.
 
         Collective: over all trainer and engine ranks.
         """
@@ -283,8 +265,7 @@ class VllmDriver:
     def resume(self) -> None:
         """Let requests go on after a failed update, with the weights as they are.
 
-        Raises:
-            UpdateError: vLLM says afterwards that it schedules none.
+        Raises UpdateError if vLLM says afterwards that it schedules none.
         """
         self._control.resume()
         if self._control.paused():
