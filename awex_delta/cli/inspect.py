@@ -29,14 +29,7 @@ def inspect(
 ) -> None:
     """Print every version of a folder: kind, size, density, whether it is whole, and where the chain breaks.
 
-    Args:
-        directory: the folder of versions.
-        as_json: print JSON alone.
-        verify: read every byte.
-        workers: files read at once.
-
-    Raises:
-        typer.Exit: with 1 where something is wrong, 2 where the folder cannot be read.
+    Exit code 1 when something is wrong, 2 when the folder cannot be read.
     """
     try:
         folder = Folder(directory)

@@ -53,14 +53,9 @@ def plan(
 
 
 def plan_preset(path: Path, overrides: Sequence[str] = ()) -> RunPlan:
-    """The plan of a preset: its sections `actor`, `rollout` and `model`.
+    """The plan of a preset: its sections `actor`, `rollout` and `model`, after dotted changes.
 
-    Args:
-        path: the YAML file.
-        overrides: dotted changes.
-
-    Raises:
-        ConfigError: a section is missing, or a setting cannot work.
+    Raises ConfigError if a section is missing, or a setting cannot work.
     """
     data = read_preset(path, overrides)
     missing = [name for name in _READ if name not in data]
@@ -86,12 +81,7 @@ def as_data(found: RunPlan) -> dict[str, object]:
 
 
 def show(found: RunPlan, console: Console) -> None:
-    """Print a plan for people.
-
-    Args:
-        found: the plan.
-        console: where to.
-    """
+    """Print a plan for people."""
     world_size = found.num_trainer_ranks + found.num_engine_ranks
     counts = found.parameters
     rows = Table(show_header=False, box=None, padding=(0, 2, 0, 0))

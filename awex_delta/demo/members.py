@@ -27,15 +27,9 @@ from awex_delta.trainers.megatron import MegatronTrainer
 
 
 def build(seat: Seat) -> Actions:
-    """Build what a seat asks for, in this process.
+    """Build what a seat asks for, in this process: actions by name, which the launcher calls.
 
-    Args:
-        seat: who this process is.
-
-    Returns:
-        Actions by name; the launcher calls them.
-
-    Collective: over the trainer's ranks for a trainer seat, else no.
+    Collective: over the trainer's ranks for a trainer seat.
     """
     return _BUILDERS[seat.role](seat)
 

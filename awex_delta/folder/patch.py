@@ -115,10 +115,10 @@ class Journal:
         self._files, self._lines = [], []
 
     def add(self, tip: Manifest, shard: str, old: Tensors, new: Tensors) -> int:
-        """Note the elements of one shard in which `new` differs from `old`, bit by bit; return the bytes
-        noted.
+        """Note the elements of one shard in which `new` differs from `old`, bit by bit, for the version
+        `tip`.
 
-        tip: what the checkpoint is to become.
+        Returns the bytes written to the journal.
         """
         by_dtype: dict[torch.dtype, list[str]] = {}
         for name, tensor in sorted(new.items()):

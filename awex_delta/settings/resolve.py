@@ -54,15 +54,8 @@ class ResolvedDelta:
 def resolve(train: TrainEngineConfig, rollout: RolloutConfig) -> ResolvedDelta:
     """Check the two sides against each other. Touches no process, group, file or environment.
 
-    Args:
-        train: the trainer's settings.
-        rollout: the inference engines' settings.
-
-    Returns:
-        The agreed settings. With the flag off nothing is checked, and the settings say that deltas are off.
-
-    Raises:
-        ConfigError: deltas are on and cannot work; lists every setting at fault with its value and remedy.
+    With the flag off nothing is checked, and the settings say that deltas are off. Raises ConfigError if
+    deltas are on and cannot work; it lists every setting at fault with its value and remedy.
     """
     if not train.enable_delta_weight_update:
         return ResolvedDelta(settings=DeltaSettings(enabled=False))
@@ -85,13 +78,8 @@ def resolve(train: TrainEngineConfig, rollout: RolloutConfig) -> ResolvedDelta:
 def check_world_size(*, num_trainer_ranks: int, num_engine_ranks: int, policy: WorldSizePolicy) -> None:
     """Refuse a number of ranks for which the transfer schedule does not exist.
 
-    Args:
-        num_trainer_ranks: trainer processes.
-        num_engine_ranks: engine processes, over all replicas.
-        policy: `any` allows a total that is not a power of two.
-
-    Raises:
-        ConfigError: a side has no ranks, or the total does not fit the policy.
+    Engine ranks are counted over all replicas. Policy `any` allows a total that is not a power of two.
+    Raises ConfigError if a side has no ranks, or the total does not fit the policy.
     """
     world_size = num_trainer_ranks + num_engine_ranks
     counts = f"{num_trainer_ranks} trainer + {num_engine_ranks} engine ranks = {world_size}"

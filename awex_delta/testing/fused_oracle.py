@@ -16,15 +16,9 @@ Storage = Mapping[str, torch.Tensor]
 
 
 def hf_copies(shape: ModelShape, ranks: Sequence[Storage], ep_size: int = 1) -> dict[str, list[torch.Tensor]]:
-    """Every copy of every HF tensor held by one tensor-parallel group: one, or as many as it has replicas.
+    """Every whole copy of every HF tensor held by one tensor-parallel group: as many as it has replicas.
 
-    Args:
-        shape: the model's sizes.
-        ranks: fused storage of each rank, in order, as `FusedEngine.params` names it.
-        ep_size: groups of experts.
-
-    Returns:
-        HF name to its whole copies.
+    ranks are the fused storage of each rank, in order, as `FusedEngine.params` names it.
     """
     state: dict[str, list[torch.Tensor]] = {}
     for name in ranks[0]:
