@@ -13,13 +13,7 @@ from typing import Annotated
 import typer
 
 from awex_delta.cli.output import JsonOption, print_json, stdout_kept
-from awex_delta.demo.scenario import (
-    DemoPlan,
-    check_plan,
-    choose_fault,
-    choose_models,
-    parse_layout,
-)
+from awex_delta.demo.scenario import DemoPlan, check_plan, choose_fault, choose_models, parse_layout
 from awex_delta.errors import ConfigError
 
 app = typer.Typer(add_completion=False)

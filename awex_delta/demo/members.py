@@ -190,12 +190,7 @@ def _rendezvous(seat: Seat) -> Rendezvous:
 def _engine_actions(seat: Seat, engine: TransformersEngine | FusedEngine) -> Actions:
     view = BreakableView(engine)
     receiver = Receiver(
-        view,
-        _rendezvous(seat),
-        seat.rank,
-        seat.role,
-        settings_of(seat.plan),
-        on_phase=view.on_phase,
+        view, _rendezvous(seat), seat.rank, seat.role, settings_of(seat.plan), on_phase=view.on_phase
     )
 
     def break_apply() -> None:

@@ -97,11 +97,7 @@ class DemoRun:
     """Drives one fleet through one plan."""
 
     def __init__(
-        self,
-        plan: DemoPlan,
-        fleet: Fleet,
-        folder: Path,
-        on_record: Callable[[VersionRecord], None],
+        self, plan: DemoPlan, fleet: Fleet, folder: Path, on_record: Callable[[VersionRecord], None]
     ) -> None:
         """Start nothing yet.
 

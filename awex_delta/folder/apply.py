@@ -15,15 +15,7 @@ from awex_delta.engines.view import EngineTensor
 from awex_delta.errors import CorruptFrameError, LayoutError
 from awex_delta.folder.folder import Folder, version_name
 from awex_delta.folder.live import Live, LiveLine, Table
-from awex_delta.folder.manifest import (
-    WHOLE,
-    BodyEntry,
-    LineEntry,
-    Manifest,
-    Stored,
-    TensorEntry,
-    checksum,
-)
+from awex_delta.folder.manifest import WHOLE, BodyEntry, LineEntry, Manifest, Stored, TensorEntry, checksum
 from awex_delta.folder.pack import unpack_boxes
 from awex_delta.lines.boxes import BoxMap
 from awex_delta.lines.changes import Changes

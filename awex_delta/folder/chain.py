@@ -66,11 +66,7 @@ class Catalogue:
 
 
 def find_chain(
-    catalogue: Catalogue,
-    held: Held | None,
-    *,
-    target: int | None = None,
-    refused: Collection[str] = (),
+    catalogue: Catalogue, held: Held | None, *, target: int | None = None, refused: Collection[str] = ()
 ) -> Chain:
     """The way to a version from what is held, through the newest full version where that is nearer.
 

@@ -10,15 +10,7 @@ from typing import Any
 import torch
 
 from awex_delta.errors import ConnectError, CorruptFrameError
-from awex_delta.folder.manifest import (
-    WHOLE,
-    BodyEntry,
-    FileEntry,
-    LineEntry,
-    Stored,
-    TensorEntry,
-    checksum,
-)
+from awex_delta.folder.manifest import WHOLE, BodyEntry, FileEntry, LineEntry, Stored, TensorEntry, checksum
 from awex_delta.lines.boxes import Boxes
 from awex_delta.lines.changes import Changes
 from awex_delta.plan.columns import pack, unpack

@@ -8,12 +8,7 @@ from dataclasses import dataclass
 from awex_delta.errors import ConfigError
 from awex_delta.settings.agreed import DeltaSettings
 from awex_delta.settings.allocation import ENGINE_BACKENDS, TRAINER_BACKENDS, Allocation, parse_allocation
-from awex_delta.settings.schema import (
-    RolloutConfig,
-    SchedulingStrategy,
-    TrainEngineConfig,
-    WorldSizePolicy,
-)
+from awex_delta.settings.schema import RolloutConfig, SchedulingStrategy, TrainEngineConfig, WorldSizePolicy
 
 __all__ = [
     "ResolvedDelta",

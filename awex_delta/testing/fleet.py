@@ -242,13 +242,7 @@ class Fleet:
         self._answers(list(members), timeout_seconds)
 
     def ask(
-        self,
-        names: Sequence[str],
-        action: str,
-        *,
-        timeout_seconds: float,
-        doomed: str = "",
-        **arguments: Any,
+        self, names: Sequence[str], action: str, *, timeout_seconds: float, doomed: str = "", **arguments: Any
     ) -> dict[str, Answer]:
         """Ask several members for one of their actions at once, and wait for all their answers, in that
         order.

@@ -46,10 +46,7 @@ class RanksFailed(AssertionError):
 
 
 def run_ranks(
-    function: Callable[..., Any],
-    world_size: int,
-    *args: Any,
-    timeout_seconds: float = 120.0,
+    function: Callable[..., Any], world_size: int, *args: Any, timeout_seconds: float = 120.0
 ) -> list[Any]:
     """Call `function(Rank, *args)` in `world_size` processes, which are kept for the next call.
 

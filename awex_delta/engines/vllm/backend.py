@@ -49,14 +49,7 @@ class VllmTransferEngine(WeightTransferEngine):  # type: ignore[misc] # vLLM is 
         rank, engine = self._place(joining)
         with set_current_vllm_config(self.vllm_config):
             view = VllmEngine(self.model)
-        receiver = Receiver(
-            view,
-            joining.rendezvous,
-            rank,
-            engine,
-            joining.settings,
-            device=self.device,
-        )
+        receiver = Receiver(view, joining.rendezvous, rank, engine, joining.settings, device=self.device)
         try:
             receiver.connect()
         except ConnectError:
