@@ -30,7 +30,7 @@ class SglangControl(Protocol):
         """Let SGLang report `version` as its weight version."""
 
 
-class EngineControl:
+class EngineControl(SglangControl):
     """A `sglang.Engine` in this process. It runs a loop of its own, so nothing else may use it meanwhile.
 
     Make it with `custom_weight_loader=["awex_delta.engines.sglang.loader.load"]`.
@@ -40,12 +40,10 @@ class EngineControl:
         self._engine = engine
 
     def flush(self, seconds: float) -> bool:
-        """See `SglangControl.flush`."""
         answer = self._engine.tokenizer_manager.flush_cache(timeout_s=seconds)
         return self._engine.loop.run_until_complete(answer).success is True
 
     def load(self, named_tensors: list[tuple[str, torch.Tensor]], *, flush: bool) -> None:
-        """See `SglangControl.load`."""
         try:
             _require(self._engine.begin_weight_update("target"))
             answer = self._engine.update_weights_from_tensor(
@@ -57,7 +55,6 @@ class EngineControl:
         _require(ended)
 
     def publish(self, version: str) -> None:
-        """See `SglangControl.publish`. Running requests go on."""
         from sglang.srt.managers.io_struct import UpdateWeightVersionReqInput
 
         request = UpdateWeightVersionReqInput(new_version=version, abort_all_requests=False)

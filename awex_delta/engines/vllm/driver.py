@@ -58,50 +58,41 @@ class VllmControl(Protocol):
         """`shutdown_weight_transfer_engine` in every worker, which closes its connection to the trainer."""
 
 
-class OfflineControl:
+class OfflineControl(VllmControl):
     """An `LLM` object in this process, made with `weight_transfer_config={"backend": "awex_delta"}`."""
 
     def __init__(self, llm: Any) -> None:
         self._llm = llm
 
     def pause(self, mode: str) -> None:
-        """See `VllmControl.pause`. An engine core inside this process cannot wait."""
-        self._llm.sleep(level=0, mode=mode)
+        self._llm.sleep(level=0, mode=mode)  # an engine core inside this process cannot wait
 
     def resume(self) -> None:
-        """See `VllmControl.resume`."""
         self._llm.wake_up(tags=["scheduling"])
 
     def paused(self) -> bool:
-        """See `VllmControl.paused`."""
         return bool(self._llm.llm_engine.is_sleeping())
 
     def init(self, info: Mapping[str, Any]) -> None:
-        """See `VllmControl.init`."""
         self._llm.init_weight_transfer_engine({"init_info": dict(info)})
 
     def start(self) -> None:
-        """See `VllmControl.start`."""
         self._llm.start_weight_update()
 
     def update(self, info: Mapping[str, Any]) -> None:
-        """See `VllmControl.update`."""
         self._llm.update_weights({"update_info": dict(info)})
 
     def finish(self, version: str) -> None:
-        """See `VllmControl.finish`."""
         self._llm.finish_weight_update(weight_version=version)
 
     def reset_prefix_cache(self, *, running: bool) -> bool:
-        """See `VllmControl.reset_prefix_cache`."""
         return bool(self._llm.reset_prefix_cache(reset_running_requests=running, reset_connector=True))
 
     def leave(self) -> None:
-        """See `VllmControl.leave`."""
         self._llm.collective_rpc("shutdown_weight_transfer_engine")
 
 
-class HttpControl:
+class HttpControl(VllmControl):
     """A server started with `VLLM_SERVER_DEV_MODE=1`, which opens vLLM's weight-transfer routes.
 
     Args:
@@ -116,41 +107,34 @@ class HttpControl:
         self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
 
     def pause(self, mode: str) -> None:
-        """See `VllmControl.pause`. The caches stay: they are dropped after the commit."""
+        # The caches stay: they are dropped after the commit.
         self._post("pause", params={"mode": mode, "clear_cache": "false"})
 
     def resume(self) -> None:
-        """See `VllmControl.resume`."""
         self._post("resume")
 
     def paused(self) -> bool:
-        """See `VllmControl.paused`. Anything but a clear no means yes: requests stay stopped then."""
+        # Anything but a clear no means yes: requests stay stopped then.
         return self._call("GET", "is_paused").get("is_paused") is not False
 
     def init(self, info: Mapping[str, Any]) -> None:
-        """See `VllmControl.init`."""
         self._post("init_weight_transfer_engine", json={"init_info": dict(info)})
 
     def start(self) -> None:
-        """See `VllmControl.start`."""
         self._post("start_weight_update")
 
     def update(self, info: Mapping[str, Any]) -> None:
-        """See `VllmControl.update`."""
         self._post("update_weights", json={"update_info": dict(info)})
 
     def finish(self, version: str) -> None:
-        """See `VllmControl.finish`."""
         self._post("finish_weight_update", json={"weight_version": version})
 
     def reset_prefix_cache(self, *, running: bool) -> bool:
-        """See `VllmControl.reset_prefix_cache`."""
         flags = {"reset_running_requests": str(running).lower(), "reset_external": "true"}
         answer = self._post("reset_prefix_cache", params=flags)
         return answer.get("success") is True
 
     def leave(self) -> None:
-        """See `VllmControl.leave`."""
         self._post("shutdown_weight_transfer_engine")
 
     def _post(self, route: str, **body: Any) -> dict[str, Any]:
