@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, NoReturn, TypeAlias
 
 import typer
 
@@ -52,6 +52,12 @@ def stdout_kept(as_json: bool) -> Iterator[None]:
         ctypes.CDLL(None).fflush(None)
         os.dup2(kept, 1)
         os.close(kept)
+
+
+def refuse(command: str, message: object) -> NoReturn:
+    """Say on stderr why a command cannot do what it was asked for, and end it with exit code 2."""
+    typer.echo(f"awex-delta {command}: {message}", err=True)
+    raise typer.Exit(code=2)
 
 
 def print_json(record: Any, *, indent: int | None = 2) -> None:

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from awex_delta.cli.output import JsonOption, print_json, stdout_kept
+from awex_delta.cli.output import JsonOption, print_json, refuse, stdout_kept
 from awex_delta.errors import ConfigError
 from awex_delta.presets.files import ModelShape, find_preset, read_preset
 from awex_delta.presets.forecast import SHARES, Memory, RunPlan, plan_run
@@ -41,8 +41,7 @@ def plan(
         with stdout_kept(as_json):
             found = plan_preset(find_preset(preset, _PRESETS), overrides or ())
     except ConfigError as error:
-        typer.echo(f"awex-delta plan: {error}", err=True)
-        raise typer.Exit(code=2) from None
+        refuse("plan", error)
     unread = [one for one in overrides or () if one.partition(".")[0] not in _READ]
     if unread:
         typer.echo(f"awex-delta plan: not part of a plan, so not checked: {', '.join(unread)}", err=True)

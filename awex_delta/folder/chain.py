@@ -4,28 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TypeAlias
 
 from awex_delta.errors import WireError
 from awex_delta.folder.folder import INDEX, Folder, version_name
+from awex_delta.folder.local import Marker
 from awex_delta.folder.manifest import ForeignFormatError, Manifest, parse_manifest
 from awex_delta.protocol.verdict import Kind
 
-
-class Held(Protocol):
-    """What somebody holds exactly: a manifest, or what was kept of one."""
-
-    @property
-    def id(self) -> str:
-        """Of the write."""
-
-    @property
-    def run_id(self) -> str:
-        """Of its trainer."""
-
-    @property
-    def version(self) -> int:
-        """Its number."""
+Held: TypeAlias = Manifest | Marker
+"""What somebody holds exactly: a manifest, or what was kept of one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

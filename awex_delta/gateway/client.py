@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
@@ -43,13 +43,9 @@ class Sides:
 
     async def states(self, urls: Sequence[str], *, seconds: float) -> dict[str, SideState | SideFailure]:
         """Who each side is and what it holds."""
-
-        async def ask(url: str) -> SideState | SideFailure:
-            return await self._ask("GET", f"{url}/state", None, SideState, seconds)
-
         # The time of the client is that of each read, which a side that sends byte by byte never exceeds.
         return await gather_with_grace(
-            {url: lambda url=url: ask(url) for url in urls},  # type: ignore[misc]
+            {url: self._ask("GET", f"{url}/state", None, SideState, seconds) for url in urls},
             seconds=seconds,
             grace_seconds=seconds,
         )
@@ -61,15 +57,8 @@ class Sides:
 
         The wait ends after `seconds`, and `grace_seconds` after a side has failed.
         """
-
-        async def ask(url: str, call: Attempt) -> SideAnswer | SideFailure:
-            return await self._ask("POST", f"{url}/{verb}", call, SideAnswer, None)
-
-        return await gather_with_grace(
-            {url: lambda url=url, call=call: ask(url, call) for url, call in calls.items()},  # type: ignore[misc]
-            seconds=seconds,
-            grace_seconds=grace_seconds,
-        )
+        asked = {u: self._ask("POST", f"{u}/{verb}", call, SideAnswer, None) for u, call in calls.items()}
+        return await gather_with_grace(asked, seconds=seconds, grace_seconds=grace_seconds)
 
     async def close(self) -> None:
         """Close all connections; the next call opens new ones."""
@@ -138,7 +127,7 @@ def _parsed(model: type[Model], text: bytes) -> Model | SideFailure:
 
 
 async def gather_with_grace(
-    calls: Mapping[str, Callable[[], Awaitable[Answer | SideFailure]]],
+    calls: Mapping[str, Awaitable[Answer | SideFailure]],
     *,
     seconds: float,
     grace_seconds: float,
@@ -150,7 +139,7 @@ async def gather_with_grace(
     """
     loop = asyncio.get_running_loop()
     deadline = loop.time() + seconds
-    tasks = {url: asyncio.ensure_future(call()) for url, call in calls.items()}
+    tasks = {url: asyncio.ensure_future(call) for url, call in calls.items()}
     pending: set[asyncio.Future[Answer | SideFailure]] = set(tasks.values())
     try:
         while pending and loop.time() < deadline:
