@@ -69,6 +69,10 @@ def _require(answer: Any) -> None:
 class SglangDriver:
     """Connects one SGLang engine to a trainer, and moves it from version to version.
 
+    Attributes:
+        version: the last published version; None before the first.
+        in_doubt: True from the begin of an update until it is published: nobody said what the workers hold.
+
     Example:
         >>> driver = SglangDriver(EngineControl(engine), joining)  # doctest: +SKIP
         >>> driver.update_weights(version)  # while the trainer's ranks do the same  # doctest: +SKIP
@@ -79,18 +83,8 @@ class SglangDriver:
         """Nothing is called yet. `joining` is the pairing, and the engine's place in it."""
         self._control = control
         self._joining = joining
-        self._version: int | None = None
-        self._in_doubt = False
-
-    @property
-    def version(self) -> int | None:
-        """The last published version; None before the first."""
-        return self._version
-
-    @property
-    def in_doubt(self) -> bool:
-        """True from the begin of an update until it is published: nobody said what the workers hold."""
-        return self._in_doubt
+        self.version: int | None = None
+        self.in_doubt = False
 
     def connect(self) -> None:
         """Let the workers meet the trainer. Whether they did, the trainer's `connect` tells.
@@ -107,7 +101,7 @@ class SglangDriver:
 
         Collective: over all trainer and engine ranks.
         """
-        self._in_doubt = True
+        self.in_doubt = True
         # A request counts as running for a moment after its answer, and SGLang would refuse to drop what the
         # old weights cached. At once first: paused, with requests that wait, it can, and is never idle.
         # Whether one runs even longer, the update tells.
@@ -118,7 +112,7 @@ class SglangDriver:
     def publish(self, version: int) -> None:
         """Let SGLang report a version that the trainer has committed."""
         self._control.publish(str(version))
-        self._version, self._in_doubt = version, False
+        self.version, self.in_doubt = version, False
 
     def disconnect(self) -> None:
         """Leave the pairing; the weights stay as they are."""

@@ -171,6 +171,10 @@ class HttpControl(VllmControl):
 class VllmDriver:
     """Connects one vLLM deployment to a trainer, and moves it from version to version.
 
+    Attributes:
+        version: the last version that this driver brought the deployment to; None before the first.
+        stopped: True from before requests are stopped until vLLM says that it schedules them again.
+
     Example:
         >>> driver = VllmDriver(OfflineControl(llm))  # doctest: +SKIP
         >>> driver.connect(init_info(rendezvous, settings))  # doctest: +SKIP
@@ -186,19 +190,9 @@ class VllmDriver:
             raise ConfigError(f"running={running!r}: give one of {', '.join(get_args(Running))}")
         self._control = control
         self._running: Running = running
-        self._stopped = False
+        self.stopped = False
         self._keep_stopped = False
-        self._version: int | None = None
-
-    @property
-    def version(self) -> int | None:
-        """The last version that this driver brought the deployment to; None before the first."""
-        return self._version
-
-    @property
-    def stopped(self) -> bool:
-        """True from before requests are stopped until vLLM says that it schedules them again."""
-        return self._stopped
+        self.version: int | None = None
 
     def connect(self, info: Mapping[str, Any]) -> None:
         """Meet the trainer; requests stand still meanwhile. Returns once all ranks agreed on the plan.
@@ -212,7 +206,7 @@ class VllmDriver:
         Collective: over all trainer and engine ranks: the trainer's `connect` must run meanwhile.
         """
         self._keep_stopped = self._keep_stopped or self._control.paused()
-        self._stopped = True
+        self.stopped = True
         self._control.pause("keep")
         try:
             self._control.init(info)
@@ -229,12 +223,12 @@ class VllmDriver:
 
         Collective: over all trainer and engine ranks.
         """
-        self._stopped = self._keep_stopped = True
+        self.stopped = self._keep_stopped = True
         self._control.pause(_MODES[self._running])
         self._control.start()
         self._control.update({"version": version})
         self._control.finish(str(version))
-        self._version = version
+        self.version = version
         if not self._control.reset_prefix_cache(running=self._running == "pause"):
             raise UpdateError(
                 f"version {version} is committed, but vLLM did not drop its prefix cache, which the old "
@@ -257,7 +251,7 @@ class VllmDriver:
                 "vLLM was told to schedule requests again, and says that it does not (is it asleep?): "
                 "wake it up, then update again"
             )
-        self._stopped = self._keep_stopped = False
+        self.stopped = self._keep_stopped = False
 
 
 def init_info(
