@@ -31,13 +31,13 @@ from awex_delta.protocol.rendezvous import Rendezvous, host_store
 from awex_delta.protocol.sender import Sender
 from awex_delta.protocol.stats import UpdateStats
 from awex_delta.settings.agreed import DeltaSettings
-from awex_delta.testing.collectives import CountTraffic
 from awex_delta.testing.procs import Rank
 from awex_delta.testing.tiny_models import TinySpec, build_trainer, hf_config
 from awex_delta.trainers.megatron import MegatronTrainer
 from awex_delta.wire.choice import AUTO
 from awex_delta.wire.registry import CODECS
 from benchmarks import live
+from benchmarks.collectives import CountTraffic
 from benchmarks.environment import environment_record
 from benchmarks.link import LOOPBACK, SPEEDS, arguments, environment, hosts
 

@@ -22,6 +22,10 @@ app = typer.Typer(
     help="Measure detection, encodings and synchronization on this machine.",
 )
 
+DETECT_FIELDS = (
+    *("ratio_to_copy_bound", "speedup_over_eager", "elements_per_second", "peak_extra_bytes"),
+    *("digest_over_detect", "digest_engine_over_detect", "digest_all_over_detect"),
+)
 METHOD_FIELDS = ("seconds", "commit_seconds", "kept_bytes", "peak_extra_bytes", "wire_bytes")
 SCALE_FIELDS = (
     *("tensors", "storages", "encoding", "identical", "changed_share", "connect_seconds", "delta_seconds"),
@@ -29,6 +33,11 @@ SCALE_FIELDS = (
 )
 PROVE_FIELDS = ("parameters", "elements", "kinds", "seconds", "peak_bytes", "threads")
 LIVE_FIELDS = ("apply_over_scatter", "vllm_sparse_over_apply", "pause_seconds")
+SYNC_FIELDS = (
+    *("encoding", "parameters", "changed_share", "bytes_per_change", "delta_over_full_bytes"),
+    *("delta_over_full_seconds", "delta_seconds", "full_seconds", "training_collective_bytes", "identical"),
+    *LIVE_FIELDS,
+)
 
 
 @app.command()
@@ -40,21 +49,9 @@ def detect(
     """Detection against a measured memory copy, eager reconstruct, cast and compare, and a snapshot."""
     with _measuring(as_json):
         record = _benchmark("detect").run(num_elements=elements, repeats=repeats)
+    _report(record, DETECT_FIELDS, as_json=as_json)
     if as_json:
-        print_json(record)
         return
-    _show(
-        record,
-        (
-            "ratio_to_copy_bound",
-            "speedup_over_eager",
-            "elements_per_second",
-            "peak_extra_bytes",
-            "digest_over_detect",
-            "digest_engine_over_detect",
-            "digest_all_over_detect",
-        ),
-    )
     table = Table("method", *(name.replace("_", " ") for name in METHOD_FIELDS))
     for method, row in record["methods"].items():
         table.add_row(method, *(_number(row[field]) for field in METHOD_FIELDS))
@@ -91,23 +88,7 @@ def sync(
     except links.NoLinkError as error:
         Console(stderr=True).print(str(error))
         raise typer.Exit(2) from error
-    fields = (
-        "encoding",
-        "parameters",
-        "changed_share",
-        "bytes_per_change",
-        "delta_over_full_bytes",
-        "delta_over_full_seconds",
-        "delta_seconds",
-        "full_seconds",
-        "training_collective_bytes",
-        "identical",
-        *LIVE_FIELDS,
-    )
-    if as_json:
-        print_json(record)
-    else:
-        _show(record, fields)
+    _report(record, SYNC_FIELDS, as_json=as_json)
     if record["live"]["reason"]:
         Console(stderr=True).print(f"Nothing was measured in a live vLLM: {record['live']['reason']}")
 
@@ -167,10 +148,7 @@ def scale(
     if prove:
         with _measuring(as_json):
             record = _benchmark("prove").run()
-        if as_json:
-            print_json(record)
-        else:
-            _show(record, PROVE_FIELDS)
+        _report(record, PROVE_FIELDS, as_json=as_json)
         return
     benchmark = _benchmark("scale")
     encodings = tuple(encoding or benchmark.ENCODINGS)
@@ -221,7 +199,10 @@ def _benchmark(name: str) -> Any:
         raise typer.Exit(2) from error
 
 
-def _show(record: dict[str, Any], fields: tuple[str, ...]) -> None:
+def _report(record: dict[str, Any], fields: tuple[str, ...], *, as_json: bool) -> None:
+    if as_json:
+        print_json(record)
+        return
     table = Table("measured", "value")
     for field in fields:
         table.add_row(field, _number(record[field]))

@@ -12,14 +12,8 @@ from typing import Annotated
 
 import typer
 
-from awex_delta.cli.output import JsonOption, print_json, stdout_kept
-from awex_delta.demo.scenario import (
-    DemoPlan,
-    check_plan,
-    choose_fault,
-    choose_models,
-    parse_layout,
-)
+from awex_delta.cli.output import JsonOption, print_json, refuse, stdout_kept
+from awex_delta.demo.scenario import DemoPlan, check_plan, choose_fault, choose_models, parse_layout
 from awex_delta.errors import ConfigError
 
 app = typer.Typer(add_completion=False)
@@ -73,8 +67,7 @@ def demo(
         for plan in plans:
             check_plan(plan)
     except ConfigError as error:
-        typer.echo(f"awex-delta demo: {error}", err=True)
-        raise typer.Exit(code=2) from None
+        refuse("demo", error)
     # A polite kill must run the same clean-up as Ctrl-C.
     before = signal.signal(signal.SIGTERM, _exit_on_signal)
     try:

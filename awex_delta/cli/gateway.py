@@ -45,18 +45,6 @@ def gateway(
     """Serve the control plane until it is interrupted. One process serves all pairs.
 
     The JSON is one line that says where it will listen.
-
-    Args:
-        host, port: where to listen.
-        token_file, no_token: the token of callers; without both a random one is printed once.
-        side_token_file: the token of sides.
-        allow_remote: listen beyond this machine.
-        meeting_host, meeting_port: where ranks meet.
-        update_seconds: longest wait for all sides.
-        as_json: print address and files as JSON; never the token.
-
-    Raises:
-        typer.Exit: with 2, where something is refused or missing; says what.
     """
     try:
         from awex_delta.gateway.app import create_app

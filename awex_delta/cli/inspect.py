@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from awex_delta.cli.output import JsonOption, print_json, stdout_kept
+from awex_delta.cli.output import JsonOption, print_json, refuse, stdout_kept
 from awex_delta.errors import AwexDeltaError
 from awex_delta.folder.folder import Folder
 from awex_delta.folder.survey import Survey, VersionState, survey
@@ -29,14 +29,7 @@ def inspect(
 ) -> None:
     """Print every version of a folder: kind, size, density, whether it is whole, and where the chain breaks.
 
-    Args:
-        directory: the folder of versions.
-        as_json: print JSON alone.
-        verify: read every byte.
-        workers: files read at once.
-
-    Raises:
-        typer.Exit: with 1 where something is wrong, 2 where the folder cannot be read.
+    Exit code 1 when something is wrong, 2 when the folder cannot be read.
     """
     try:
         folder = Folder(directory)
@@ -47,8 +40,7 @@ def inspect(
                 f"there is no folder {directory}; give the one that a trainer writes into"
             )
     except (AwexDeltaError, OSError) as error:
-        typer.echo(f"awex-delta inspect: {error}", err=True)
-        raise typer.Exit(2) from error
+        refuse("inspect", error)
     if as_json:
         versions = [{**asdict(state), "density": state.density} for state in found.versions]
         print_json({**asdict(found), "versions": versions, "problems": found.problems})

@@ -56,14 +56,7 @@ app = typer.Typer(
 def root(
     version: Annotated[bool, typer.Option("--version", help="Print the version and stop.")] = False,
 ) -> None:
-    """Handle the options that stand before any subcommand.
-
-    Args:
-        version: print the version and stop.
-
-    Raises:
-        typer.Exit: after the version was printed.
-    """
+    """Handle the options that stand before any subcommand."""
     if version:
         typer.echo(f"awex-delta {__version__}")
         raise typer.Exit
@@ -96,10 +89,7 @@ for _name, _help in SUBCOMMANDS.items():
 def _explain(message: str, param: Any, words: list[str]) -> str:
     """A refusal with the value that was given and what the option takes, as far as its default tells.
 
-    Args:
-        message: typer's own.
-        param: what it is about; None where a command refused by itself, and said all.
-        words: of the command line.
+    param is None where a command refused by itself, and said all.
     """
     if param is None or not isinstance(param.default, int | float) or isinstance(param.default, bool):
         return message

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, NoReturn, TypeAlias
 
 import typer
 
@@ -19,14 +19,9 @@ JsonOption: TypeAlias = Annotated[
 
 
 def check_output(option: str, path: Path) -> None:
-    """Refuse a file that could not be written at the end, by opening it.
+    """Refuse a file that could not be written at the end, by opening it. Leaves nothing behind.
 
-    Args:
-        option: name of the command-line option.
-        path: its value.
-
-    Raises:
-        typer.BadParameter: names the file and the cause. Nothing is left behind.
+    Raises typer.BadParameter, which names the file and the cause.
     """
     existed = path.exists()
     try:
@@ -42,11 +37,7 @@ def check_output(option: str, path: Path) -> None:
 
 @contextmanager
 def stdout_kept(as_json: bool) -> Iterator[None]:
-    """Keep stdout for the JSON: whatever is printed inside goes to stderr, child processes included.
-
-    Args:
-        as_json: the command's `--json`; without it nothing is kept.
-    """
+    """Keep stdout for the JSON: whatever is printed inside goes to stderr, child processes included."""
     if not as_json:
         yield
         return
@@ -61,6 +52,12 @@ def stdout_kept(as_json: bool) -> Iterator[None]:
         ctypes.CDLL(None).fflush(None)
         os.dup2(kept, 1)
         os.close(kept)
+
+
+def refuse(command: str, message: object) -> NoReturn:
+    """Say on stderr why a command cannot do what it was asked for, and end it with exit code 2."""
+    typer.echo(f"awex-delta {command}: {message}", err=True)
+    raise typer.Exit(code=2)
 
 
 def print_json(record: Any, *, indent: int | None = 2) -> None:

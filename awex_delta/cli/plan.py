@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from awex_delta.cli.output import JsonOption, print_json, stdout_kept
+from awex_delta.cli.output import JsonOption, print_json, refuse, stdout_kept
 from awex_delta.errors import ConfigError
 from awex_delta.presets.files import ModelShape, find_preset, read_preset
 from awex_delta.presets.forecast import SHARES, Memory, RunPlan, plan_run
@@ -41,8 +41,7 @@ def plan(
         with stdout_kept(as_json):
             found = plan_preset(find_preset(preset, _PRESETS), overrides or ())
     except ConfigError as error:
-        typer.echo(f"awex-delta plan: {error}", err=True)
-        raise typer.Exit(code=2) from None
+        refuse("plan", error)
     unread = [one for one in overrides or () if one.partition(".")[0] not in _READ]
     if unread:
         typer.echo(f"awex-delta plan: not part of a plan, so not checked: {', '.join(unread)}", err=True)
@@ -53,14 +52,9 @@ def plan(
 
 
 def plan_preset(path: Path, overrides: Sequence[str] = ()) -> RunPlan:
-    """The plan of a preset: its sections `actor`, `rollout` and `model`.
+    """The plan of a preset: its sections `actor`, `rollout` and `model`, after dotted changes.
 
-    Args:
-        path: the YAML file.
-        overrides: dotted changes.
-
-    Raises:
-        ConfigError: a section is missing, or a setting cannot work.
+    Raises ConfigError if a section is missing, or a setting cannot work.
     """
     data = read_preset(path, overrides)
     missing = [name for name in _READ if name not in data]
@@ -86,12 +80,7 @@ def as_data(found: RunPlan) -> dict[str, object]:
 
 
 def show(found: RunPlan, console: Console) -> None:
-    """Print a plan for people.
-
-    Args:
-        found: the plan.
-        console: where to.
-    """
+    """Print a plan for people."""
     world_size = found.num_trainer_ranks + found.num_engine_ranks
     counts = found.parameters
     rows = Table(show_header=False, box=None, padding=(0, 2, 0, 0))

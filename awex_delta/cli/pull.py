@@ -36,18 +36,8 @@ def pull(
     checkpoint loads as exactly one version, or as none until the next pull, which finishes what was begun.
     The JSON of a pull is one line.
 
-    Args:
-        source: the folder of versions.
-        local_checkpoint: the checkpoint.
-        follow: go on until interrupted.
-        version: stop at this one.
-        interval: seconds between two looks.
-        workers: reads at once.
-        as_json: print what was done as JSON, and sentences on stderr only.
-
-    Raises:
-        typer.Exit: with 1 where no version can be reached, or the checkpoint cannot be written; with 2
-            where the URL is of no kind that can be read.
+    Exit code 1 when no version can be reached, or the checkpoint cannot be written; 2 when the URL is
+    refused.
     """
     console = Console(stderr=True)
     try:

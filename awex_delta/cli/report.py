@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import importlib
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
-from awex_delta.cli.output import JsonOption, check_output, print_json, stdout_kept
+from awex_delta.cli.output import JsonOption, check_output, print_json, refuse, stdout_kept
 from awex_delta.errors import ConfigError
 
 app = typer.Typer(add_completion=False)
@@ -48,18 +48,13 @@ def _draw(run: Path, output: Path) -> dict[str, Any]:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "matplotlib":
             raise
-        _refuse("the pictures need matplotlib: pip install 'awex-delta[report]'")
+        refuse("report", "the pictures need matplotlib: pip install 'awex-delta[report]'")
     try:
         history = importlib.import_module("awex_delta.observe.runlog.reader").read_run(run)
     except ConfigError as error:
-        _refuse(str(error))
+        refuse("report", error)
     with Console(stderr=True).status(f"Drawing {len(history.updates)} updates"):
         output.write_text(page.render(history), encoding="utf-8")
     for note in history.notes:
         typer.echo(note, err=True)
     return dataclasses.asdict(page.summarize(history.updates))
-
-
-def _refuse(message: str) -> NoReturn:
-    typer.echo(f"awex-delta report: {message}", err=True)
-    raise typer.Exit(code=2)

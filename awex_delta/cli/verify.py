@@ -6,14 +6,14 @@ import dataclasses
 import importlib
 from collections import Counter
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import requests
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from awex_delta.cli.output import JsonOption, print_json, stdout_kept
+from awex_delta.cli.output import JsonOption, print_json, refuse, stdout_kept
 from awex_delta.errors import ConfigError
 
 app = typer.Typer(add_completion=False)
@@ -51,7 +51,7 @@ def verify(
             right = _open_engine(engine, token_file)
             results = _compare(left, right, Console(stderr=True))
     except ConfigError as error:
-        _refuse(str(error))
+        refuse("verify", error)
     counts = Counter(str(result.outcome) for result in results)
     same = counts["same"] == len(results)
     if as_json:
@@ -148,8 +148,3 @@ def _show(results: list[Any], counts: Counter[str], limit: int) -> None:
         typer.echo(f"... and {len(wrong) - limit} more (--limit, --json)")
     words = ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items()))
     typer.echo(f"{len(results)} tensors: {words or 'none'}")
-
-
-def _refuse(message: str) -> NoReturn:
-    typer.echo(f"awex-delta verify: {message}", err=True)
-    raise typer.Exit(code=2)

@@ -27,15 +27,9 @@ from awex_delta.trainers.megatron import MegatronTrainer
 
 
 def build(seat: Seat) -> Actions:
-    """Build what a seat asks for, in this process.
+    """Build what a seat asks for, in this process: actions by name, which the launcher calls.
 
-    Args:
-        seat: who this process is.
-
-    Returns:
-        Actions by name; the launcher calls them.
-
-    Collective: over the trainer's ranks for a trainer seat, else no.
+    Collective: over the trainer's ranks for a trainer seat.
     """
     return _BUILDERS[seat.role](seat)
 
@@ -196,12 +190,7 @@ def _rendezvous(seat: Seat) -> Rendezvous:
 def _engine_actions(seat: Seat, engine: TransformersEngine | FusedEngine) -> Actions:
     view = BreakableView(engine)
     receiver = Receiver(
-        view,
-        _rendezvous(seat),
-        seat.rank,
-        seat.role,
-        settings_of(seat.plan),
-        on_phase=view.on_phase,
+        view, _rendezvous(seat), seat.rank, seat.role, settings_of(seat.plan), on_phase=view.on_phase
     )
 
     def break_apply() -> None:

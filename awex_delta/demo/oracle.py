@@ -71,15 +71,9 @@ def model_shape(plan: DemoPlan) -> ModelShape:
 def trainer_hf_state(plan: DemoPlan, dumps: Sequence[bytes]) -> dict[str, torch.Tensor]:
     """The whole HF model that the trainer holds.
 
-    Args:
-        plan: says how ranks are laid out: tensor-parallel neighbours have adjacent ranks.
-        dumps: by trainer rank, its Megatron weights with global layer and expert numbers, as safetensors.
-
-    Returns:
-        HF name to tensor.
-
-    Raises:
-        ValueError: trainer ranks that should hold equal replicas do not, or a name is not known.
+    dumps are, by trainer rank, its Megatron weights with global layer and expert numbers, as safetensors;
+    tensor-parallel neighbours have adjacent ranks. Raises ValueError if ranks that should hold equal
+    replicas do not, or a name is not known.
     """
     shards: dict[str, dict[int, torch.Tensor]] = {}
     for rank, dump in enumerate(dumps):
@@ -134,15 +128,9 @@ def _split_qkv(plan: DemoPlan, prefix: str, fused: torch.Tensor) -> dict[str, to
 
 
 def engine_differences(plan: DemoPlan, truth: State, dumps: Sequence[bytes]) -> list[Difference]:
-    """Compare every copy that any engine holds with the trainer's weights.
+    """Compare every copy that any engine holds with the trainer's weights; empty when all bits are equal.
 
-    Args:
-        plan: says how the sharded engine is split.
-        truth: the trainer's whole HF state.
-        dumps: by engine rank: the transformers engine's checkpoint, then raw fused storages.
-
-    Returns:
-        One entry a differing tensor and copy; empty when all bits are equal.
+    dumps are by engine rank: the transformers engine's checkpoint, then raw fused storages.
     """
     held = {name: [tensor] for name, tensor in load(dumps[0]).items()}
     if plan.tied:  # a checkpoint lists tied weights once

@@ -38,12 +38,7 @@ class FinishedRun:
 
 
 def new_table(plan: DemoPlan, *, wide: bool) -> Table:
-    """An empty table for one run.
-
-    Args:
-        plan: named in the title.
-        wide: also with bytes, and the seconds of each phase. Takes 120 characters instead of 80.
-    """
+    """An empty table for one run; a wide one also shows bytes and seconds by phase, in 120 characters."""
     title = f"{plan.model}: {plan.topology}"
     table = Table(
         title=title, box=box.SIMPLE_HEAD, collapse_padding=True, title_justify="left", pad_edge=False

@@ -97,19 +97,12 @@ class DemoRun:
     """Drives one fleet through one plan."""
 
     def __init__(
-        self,
-        plan: DemoPlan,
-        fleet: Fleet,
-        folder: Path,
-        on_record: Callable[[VersionRecord], None],
+        self, plan: DemoPlan, fleet: Fleet, folder: Path, on_record: Callable[[VersionRecord], None]
     ) -> None:
         """Start nothing yet.
 
-        Args:
-            plan: what to run.
-            fleet: without members.
-            folder: for files that the run's processes share.
-            on_record: called after each attempt to update.
+        The fleet has no members yet; `folder` is for files that the run's processes share; `on_record` is
+        called after each attempt to update.
         """
         self._plan = plan
         self._fleet = fleet
@@ -124,9 +117,8 @@ class DemoRun:
     def execute(self) -> RunResult:
         """Start the processes, train and update through all versions, and compare what is generated.
 
-        Returns:
-            What happened. A difference ends the run early, as does a process that died or did not
-            answer, or a fault that did not have the effect that it must have.
+        A difference ends the run early, as does a process that died or did not answer, or a fault that did
+        not have the effect that it must have.
         """
         try:
             self._start()

@@ -138,15 +138,9 @@ class Seat:
 
 
 def parse_layout(option: str, text: str, keys: tuple[str, ...]) -> Layout:
-    """Read `tp=2,dp=2`.
+    """Read `tp=2,dp=2`: what is given of `keys`, the others are 1.
 
-    Args:
-        option: name of the command-line option, for the message.
-        text: its value.
-        keys: what may be given; what is not given is 1.
-
-    Raises:
-        ConfigError: the text does not parse; names the option, the part at fault and the remedy.
+    Raises ConfigError, which names the option, the part at fault and the remedy.
     """
     sizes: dict[str, int] = {}
     remedy = f"write for example {option} {keys[0]}=2, from {', '.join(keys)}, each once and at least 1"
@@ -161,11 +155,7 @@ def parse_layout(option: str, text: str, keys: tuple[str, ...]) -> Layout:
 def check_plan(plan: DemoPlan) -> None:
     """Refuse what could not run, before any process starts.
 
-    Args:
-        plan: as the options spelled it.
-
-    Raises:
-        ConfigError: names the option, its value and the remedy.
+    Raises ConfigError, which names the option, its value and the remedy.
     """
     _check_range("--steps", plan.steps, 1, _LARGEST["steps"])
     _check_range("--layers", plan.layers, 1, _LARGEST["layers"])

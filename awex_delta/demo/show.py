@@ -19,14 +19,9 @@ _FILE_WIDTH = 128
 
 
 def run_all(plans: list[DemoPlan], folder: Path) -> list[FinishedRun]:
-    """Run the plans, and show each.
+    """Run checked plans, and show each: what came of them, as far as the first that ended in an error.
 
-    Args:
-        plans: checked.
-        folder: for files of the runs; the caller removes it.
-
-    Returns:
-        What came of the plans, as far as the first that ended in an error.
+    folder is for files of the runs; the caller removes it.
     """
     console = Console()
     if not console.is_terminal:

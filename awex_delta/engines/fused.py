@@ -58,13 +58,9 @@ class ModelShape:
 
     @classmethod
     def from_hf(cls, config: PretrainedConfig) -> ModelShape:
-        """Read the sizes from an HF configuration.
+        """Read the sizes from a `Qwen3Config` or `Qwen3MoeConfig`.
 
-        Args:
-            config: a `Qwen3Config` or `Qwen3MoeConfig`.
-
-        Raises:
-            LayoutError: another model type, or attention with biases.
+        Raises LayoutError for another model type, or attention with biases.
         """
         if config.model_type not in ("qwen3", "qwen3_moe"):
             raise LayoutError(f"FusedEngine stores qwen3 and qwen3_moe models, not {config.model_type!r}")
@@ -121,11 +117,7 @@ class FusedRank:
         return self.tp_rank % self.moe_tp_size
 
     def validate(self, shape: ModelShape) -> None:
-        """Refuse a split that SGLang could not serve.
-
-        Raises:
-            LayoutError: names the size that does not divide.
-        """
+        """Refuse a split that SGLang could not serve. Raises LayoutError, which names the size at fault."""
         if not 0 <= self.tp_rank < self.tp_size:
             raise LayoutError(f"tp_rank {self.tp_rank} is outside a group of tp_size {self.tp_size}")
         _divide("tp_size", self.tp_size, "ep_size", self.ep_size)
@@ -151,10 +143,9 @@ class FusedEngine:
     """One tensor-parallel rank's weights in SGLang's layout, as an `EngineView`.
 
     Args:
-        config: a `Qwen3Config` or `Qwen3MoeConfig`.
+        config: a `Qwen3Config` or `Qwen3MoeConfig`; LayoutError if it, or the split, is not supported.
         rank: this rank's place.
-        dtype: dtype of all weights.
-        router_dtype: dtype of the router weights; `dtype` when not given.
+        dtype: dtype of all weights; the router's have `router_dtype`, if it is given.
         separate_lm_head: keep a tied lm_head in a storage of its own, as a pipeline's last stage does.
         device: where the weights live.
 
@@ -162,9 +153,6 @@ class FusedEngine:
         params: fused storage by SGLang's parameter name. Weights, and padding, begin at zero.
         version: the committed version; None before the first.
         cache_flushes: how often the (pretended) prefix cache was dropped.
-
-    Raises:
-        LayoutError: the model or the split is not supported.
     """
 
     def __init__(

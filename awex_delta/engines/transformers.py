@@ -22,16 +22,13 @@ class TransformersEngine:
     three dimensions; they are published expert by expert, as checkpoints name them.
 
     Args:
-        model: the whole `...ForCausalLM`, unquantized, on one device.
+        model: the whole `...ForCausalLM`, unquantized, on one device. LayoutError if it is a bare base model
+            (its names would lack a prefix), a weight is quantized, or fused experts have an unknown layout.
 
     Attributes:
         version: the committed version; None before the first.
         cache_flushes: how often `committed` dropped cached state. A call of `generate` fills its own
             cache, so there is none to drop between calls; the count shows that it would be, once.
-
-    Raises:
-        LayoutError: the model is a bare base model (its names would lack a prefix), a weight is
-            quantized, or fused experts have a layout that is not known here.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -61,14 +58,9 @@ class TransformersEngine:
         self.cache_flushes += 1
 
     def generate(self, prompt: torch.Tensor, num_tokens: int) -> torch.Tensor:
-        """Continue prompts greedily, never stopping early.
+        """Continue prompts, int64 [batch, length], greedily by `num_tokens`, never stopping early.
 
-        Args:
-            prompt: int64 [batch, length] token ids.
-            num_tokens: how many to add.
-
-        Returns:
-            int64 [batch, length + num_tokens].
+        Returns int64 [batch, length + num_tokens].
         """
         tokens = prompt.to(self.model.device)
         cache = None

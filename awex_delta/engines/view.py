@@ -55,17 +55,14 @@ def part(
 
     Args:
         name: HF name of the whole tensor, as AWEX's converters emit it.
-        view: alias of the engine's storage, bf16, fp16 or fp32, any device, any strides.
+        view: alias of the engine's storage, bf16, fp16 or fp32, any device, any strides; kept detached.
         global_shape: shape of the whole HF tensor; the shape of `view` when not given.
         global_offset: where `view` begins in it; the origin when not given.
         tied_to: name of the entry that shares this storage.
 
-    Returns:
-        The record, holding a detached alias of `view`.
-
     Raises:
-        LayoutError: the dtype is not bf16, fp16 or fp32 (quantized weights), two elements of `view`
-            share memory, or the part does not lie inside the whole.
+        LayoutError: the dtype is another one (quantized weights), two elements of `view` share memory, or
+            the part does not lie inside the whole.
     """
     shape = tuple(view.shape if global_shape is None else global_shape)
     offset = (0,) * len(shape) if global_offset is None else tuple(global_offset)
@@ -94,12 +91,7 @@ def part(
 def require_aliases(parts: Iterable[EngineTensor], live: Iterable[torch.Tensor]) -> None:
     """Check that every part is memory of a live tensor, so that a write to it reaches the model.
 
-    Args:
-        parts: what an adapter is about to publish.
-        live: the tensors that the engine computes with.
-
-    Raises:
-        LayoutError: a part has a storage of its own, or two parts have one name.
+    Raises LayoutError if a part has a storage of its own, or two parts have one name.
     """
     storages = {tensor.untyped_storage().data_ptr() for tensor in live}
     seen: set[str] = set()

@@ -15,15 +15,7 @@ from awex_delta.engines.view import EngineTensor
 from awex_delta.errors import CorruptFrameError, LayoutError
 from awex_delta.folder.folder import Folder, version_name
 from awex_delta.folder.live import Live, LiveLine, Table
-from awex_delta.folder.manifest import (
-    WHOLE,
-    BodyEntry,
-    LineEntry,
-    Manifest,
-    Stored,
-    TensorEntry,
-    checksum,
-)
+from awex_delta.folder.manifest import WHOLE, BodyEntry, LineEntry, Manifest, Stored, TensorEntry, checksum
 from awex_delta.folder.pack import unpack_boxes
 from awex_delta.lines.boxes import BoxMap
 from awex_delta.lines.changes import Changes
@@ -95,9 +87,7 @@ def stage(
     """Fetch, check and unpack what live tensors need of a version. Nothing is written.
 
     Args:
-        folder: where it is.
-        manifest: of the version.
-        live: tensors that hold exactly its base, if it is a delta.
+        live: tensors that hold exactly the version's base, if it is a delta.
         workers: reads at once.
         skip: names of tensors that hold what a full version would write.
         on_read: called with the bytes of every finished read, by the calling thread.
@@ -267,12 +257,9 @@ def write_pieces(live: Live, pieces: Iterable[Piece]) -> int:
 
 
 def within(pieces: Iterable[Piece], live: Live, begins: Mapping[torch.dtype, int]) -> Iterator[Piece]:
-    """What pieces say of tensors that are some of many.
+    """What pieces say of some of many tensors. The positions of `pieces` are in the lines of the many.
 
-    Args:
-        pieces: with positions in the lines of the many.
-        live: the tensors.
-        begins: by dtype, how many elements lie before them; 0 if it is not named.
+    begins: by dtype, how many elements lie before the tensors of `live`; 0 if it is not named.
     """
     for dtype, pos, value in pieces:
         if dtype in live.lines:

@@ -4,28 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TypeAlias
 
 from awex_delta.errors import WireError
 from awex_delta.folder.folder import INDEX, Folder, version_name
+from awex_delta.folder.local import Marker
 from awex_delta.folder.manifest import ForeignFormatError, Manifest, parse_manifest
 from awex_delta.protocol.verdict import Kind
 
-
-class Held(Protocol):
-    """What somebody holds exactly: a manifest, or what was kept of one."""
-
-    @property
-    def id(self) -> str:
-        """Of the write."""
-
-    @property
-    def run_id(self) -> str:
-        """Of its trainer."""
-
-    @property
-    def version(self) -> int:
-        """Its number."""
+Held: TypeAlias = Manifest | Marker
+"""What somebody holds exactly: a manifest, or what was kept of one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,22 +54,16 @@ class Catalogue:
 
 
 def find_chain(
-    catalogue: Catalogue,
-    held: Held | None,
-    *,
-    target: int | None = None,
-    refused: Collection[str] = (),
+    catalogue: Catalogue, held: Held | None, *, target: int | None = None, refused: Collection[str] = ()
 ) -> Chain:
     """The way to a version from what is held, through the newest full version where that is nearer.
 
+    Raises OSError if the folder cannot be read.
+
     Args:
-        catalogue: what there is.
         held: the version that is held exactly; None for nothing.
         target: the version to reach; None for the newest that can be reached.
         refused: ids of versions that turned out to be unusable.
-
-    Raises:
-        OSError: the folder cannot be read.
     """
     problems = [] if catalogue.versions else ["there is no version in the folder"]
     candidates = [target] if target is not None else sorted(catalogue.versions, reverse=True)
@@ -137,11 +119,7 @@ def _base(get: Callable[[int], Manifest | str | None], delta: Manifest) -> Manif
 
 
 def foreign_version(folder: Folder) -> str:
-    """Why nothing may be written to a folder: another release has written there; empty if none has.
-
-    Raises:
-        OSError: the folder cannot be read.
-    """
+    """Why nothing may be written to a folder: another release has written there; empty if none has."""
     for version in folder.versions():
         name = version_name(version)
         try:
@@ -159,8 +137,7 @@ def expired(
     """Versions that may be removed: older than the kept anchors, and read by nobody.
 
     Args:
-        versions: those that have a folder.
-        anchors: those of them that are full.
+        versions: those that have a folder; `anchors` are those of them that are full.
         keep_anchors: full versions to keep, with every delta since the oldest of them.
         oldest_leased: a version from which on somebody may be reading; None when nobody is.
     """

@@ -39,9 +39,7 @@ class Claim:
     def __init__(self, folder: Folder, seconds: float) -> None:
         """Remember where; nothing is read or written.
 
-        Args:
-            folder: what is written to.
-            seconds: after which a sign of life that did not come means death; at most `MAX_SECONDS`.
+        seconds: after which a sign of life that did not come means death; at most `MAX_SECONDS`.
         """
         self._folder = folder
         self._seconds = min(seconds, MAX_SECONDS)
@@ -52,13 +50,8 @@ class Claim:
     def take(self, run_id: str) -> str:
         """Take the folder for a run, where it does not have it yet, and show signs of life from then on.
 
-        Waits while it is not known whether another writer lives, for as long as that one gave itself.
-
-        Returns:
-            Why the run may not write there; empty where it may.
-
-        Raises:
-            OSError: the folder cannot be read or written.
+        Waits while it is not known whether another writer lives, for as long as that one gave itself. Returns
+        why the run may not write there, empty where it may. Raises OSError if the folder cannot be used.
         """
         if self._run_id == run_id:
             return self.check()
@@ -76,11 +69,7 @@ class Claim:
         return ""
 
     def check(self) -> str:
-        """Why the run that took the folder may not write there any more; empty where it may.
-
-        Raises:
-            OSError: the folder cannot be read.
-        """
+        """Why the run that took the folder may not write there any more; empty where it may."""
         now = self._read()
         if now is None or now.run_id == self._run_id:
             return ""

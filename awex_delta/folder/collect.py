@@ -22,8 +22,7 @@ def take_weights(
 ) -> Taken:
     """Copy this rank's pieces, one parameter at a time, so that training may go on.
 
-    Raises:
-        UnsupportedError: a parameter converts to something else than at connect.
+    Raises UnsupportedError if a parameter converts to something else than at connect.
     """
     pieces = {whole.name: [p for p in whole.pieces if p.rank == rank] for whole in wholes}
     taken: Taken = {}
@@ -42,10 +41,8 @@ def take_weights(
 def bring_together(comm: Comm, taken: Taken, wholes: Sequence[WholeTensor], rank: int) -> Tensors:
     """Give away the pieces of tensors that others write, and complete those that this rank writes.
 
-    Raises:
-        PeerError: a rank did not answer.
-
-    Collective: yes, over the trainer ranks; those that share no tensor exchange nothing.
+    Raises PeerError if a rank did not answer. Collective: yes, over the trainer ranks; those that share no
+    tensor exchange nothing.
     """
     found: Tensors = {}
     for whole in wholes:  # in one order on all ranks, so that nobody waits for somebody who waits

@@ -58,11 +58,9 @@ class Sums:
         self._counts = torch.zeros_like(self._salts)
 
     def add(self, table: BoxMap, found: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Add elements of one writer's line.
+        """Add elements of one writer's line, of which `table` leads to the folder's.
 
-        Args:
-            table: from its line to the folder's.
-            found: ascending positions in its line, int64 [k], and values [k], some at a time.
+        found: ascending positions in its line, int64 [k], and values [k], some at a time.
         """
         for pos, value in found:
             canonical, pick = table.map(pos.cpu())
@@ -99,10 +97,8 @@ def added(texts: Iterable[Mapping[str, str]]) -> dict[str, str]:
 def sums_of(manifest: Manifest, live: Live, pieces: Iterable[Piece]) -> list[PartSum]:
     """One rank's live tensors after a version was written, read back from where they are served.
 
-    Args:
-        manifest: of the version; if it has no digests nothing is read.
-        live: the tensors.
-        pieces: of a delta what was written; only the positions are used.
+    Nothing is read if the manifest has no digests. Of a delta, `pieces` are what was written; only their
+    positions are used.
     """
     if not manifest.digest:
         return []
@@ -141,9 +137,7 @@ def _live_sums(live: Live, dtype: torch.dtype, pos: torch.Tensor, salts: torch.T
 def differing(manifest: Manifest, ranks: Sequence[Sequence[PartSum]]) -> list[str]:
     """Tensors whose digest is not the trainers'; those of which not every part is here are left out.
 
-    Args:
-        manifest: of the version.
-        ranks: what every rank of one engine holds; ranks may hold the same part.
+    ranks: what every rank of one engine holds; ranks may hold the same part.
     """
     return sorted(name for name, equal in _compare(manifest, ranks) if equal is False)
 

@@ -69,10 +69,7 @@ class Folder:
     def put(self, name: str, chunks: Iterable[Any], step: Step = ignore_step) -> None:
         """Write a file that readers see whole or not at all; an older one of that name is replaced.
 
-        Args:
-            name: path below the folder.
-            chunks: buffers of bytes, one after the other.
-            step: hears of `write`, `sync` and `rename`.
+        chunks are buffers of bytes, one after the other; `step` hears of `write`, `sync` and `rename`.
         """
         final = self._path(name)
         with self._reaching():

@@ -87,10 +87,6 @@ class FolderPlan:
 def plan_folder(trainers: World, rank: int) -> FolderPlan:
     """Plan what one trainer rank writes. Rank 0 also checks that all lines together make the folder's.
 
-    Args:
-        trainers: the descriptions of all trainer ranks.
-        rank: of the trainer.
-
     Raises:
         ConnectError: trainers disagree about a dtype, or it cannot be stored.
         LayoutError: tensors do not fit together, or lines leave an element out, or hold it twice.

@@ -16,12 +16,9 @@ class Lease:
     """What keeps the versions that one reader reads from being removed. Never fails a read."""
 
     def __init__(self, folder: Folder, holder: str, seconds: float) -> None:
-        """Remember for whom; nothing is written.
+        """Remember for whom; nothing is written. `holder` is a name of this reader alone.
 
-        Args:
-            folder: where the versions are.
-            holder: a name of this reader alone.
-            seconds: how long the versions stay if this reader dies; renewed while it reads.
+        The versions stay for `seconds` if this reader dies; the lease is renewed while it reads.
         """
         self._folder = folder
         self._holder = holder
@@ -74,9 +71,6 @@ def leased_chain(
 
     The writer withdraws a manifest first, then looks for leases, then removes files; a manifest that is still
     there after the lease was written therefore keeps its files.
-
-    Raises:
-        OSError: the folder cannot be read.
     """
     while True:
         chain = find_chain(Catalogue(folder), held, target=target, refused=refused)

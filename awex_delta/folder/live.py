@@ -28,11 +28,8 @@ class LiveLine:
     """The live tensors of one dtype, one after the other.
 
     Attributes:
-        dtype: of the tensors.
-        parts: the tensors.
-        tensors: int64 [n], the number of each in the folder's line.
+        tensors: int64 [n], the number of each of the `parts` in the folder's line.
         line: where each begins.
-        storages: their memory.
         boxes: from the folder's line to this one.
         map, back: there and back; `map` for positions on the CPU, `back` for those where the tensors are.
     """
@@ -40,12 +37,9 @@ class LiveLine:
     def __init__(
         self, dtype: torch.dtype, parts: Sequence[tuple[int, EngineTensor]], starts: torch.Tensor
     ) -> None:
-        """Make the tables.
+        """Make the tables of parts of one dtype, given with the number of each in the folder's line.
 
-        Args:
-            dtype: of all parts.
-            parts: with the number of each in the folder's line.
-            starts: where tensors begin there.
+        starts: where tensors begin there.
         """
         self.dtype = dtype
         self.parts = [part for _, part in parts]
@@ -59,14 +53,7 @@ class LiveLine:
         self._ends = last.sort().values
 
     def touches(self, begin: torch.Tensor, end: torch.Tensor) -> torch.Tensor:
-        """Which ranges of the folder's line may hold something of these tensors.
-
-        Args:
-            begin, end: int64 [k] each.
-
-        Returns:
-            bool [k].
-        """
+        """Which ranges of the folder's line, int64 [k] each, may hold some of these tensors: bool [k]."""
         begun = torch.searchsorted(self._begins, end)
         return begun > torch.searchsorted(self._ends, begin, right=True)
 
@@ -76,21 +63,15 @@ class Live:
 
     Attributes:
         space: the folder's line.
-        parts: the tensors with storage of their own.
-        stored_names: of each of them, the name that the folder has for it.
+        parts: the tensors with storage of their own; `stored_names` are the folder's names for them.
         lines: by dtype.
         tables: where lines of writers lead, by the checksum of their tables.
     """
 
     def __init__(self, manifest: Manifest, parts: Sequence[EngineTensor]) -> None:
-        """Find the place of each tensor.
+        """Find the place of each tensor of a rank, or of its parts of them.
 
-        Args:
-            manifest: of a version.
-            parts: all tensors of a rank, or its parts of them.
-
-        Raises:
-            LayoutError: a tensor has another name, shape or dtype on the two sides.
+        Raises LayoutError if a tensor has another name, shape or dtype on the two sides.
         """
         self.space: HfSpace = manifest.hf
         self.parts = [part for part in parts if part.tied_to is None]

@@ -77,8 +77,7 @@ def dump_index(tip: Manifest, shards: Mapping[str, Mapping[str, str]], total_siz
 def load(path: Path, names: Iterable[str]) -> Tensors:
     """Tensors of a shard, memory of the process alone that is read from the file where it is used.
 
-    Raises:
-        DamagedBaseError: a tensor is missing, or the file cannot be read.
+    Raises DamagedBaseError if a tensor is missing, or the file cannot be read.
     """
     try:
         with safe_open(path, framework="pt") as file:
@@ -88,15 +87,7 @@ def load(path: Path, names: Iterable[str]) -> Tensors:
 
 
 def load_checked(path: Path, sums: Mapping[str, str]) -> Tensors:
-    """As `load`, of a shard that is what was written.
-
-    Args:
-        path: the shard.
-        sums: tensor -> xxh3 of its bytes.
-
-    Raises:
-        DamagedBaseError: a tensor is missing, or is not what was written.
-    """
+    """As `load`, of a shard that is what was written: `sums` has the xxh3 of each tensor's bytes."""
     tensors = load(path, sums)
     for name, tensor in tensors.items():
         if sum_of(tensor) != sums[name]:
@@ -112,8 +103,7 @@ def sum_of(tensor: torch.Tensor) -> str:
 def open_in_place(path: Path) -> tuple[Tensors, np.memmap[Any, Any]]:
     """The tensors of a shard as memory that *is* the file; `flush` of the second result puts it on the disk.
 
-    Raises:
-        DamagedBaseError: its header makes no sense.
+    Raises DamagedBaseError if its header makes no sense.
     """
     tensors: Tensors = {}
     try:

@@ -230,12 +230,7 @@ def dump_manifest(manifest: Manifest) -> bytes:
 
 
 def parse_manifest(text: bytes, version: int, path: str) -> Manifest:
-    """Read a manifest back.
-
-    Args:
-        text: the file.
-        version: the version whose folder it lies in.
-        path: of that folder, for messages.
+    """Read back the manifest of the version whose folder is `path`, which only messages name.
 
     Raises:
         CorruptFrameError: it is damaged, or no manifest of this package.

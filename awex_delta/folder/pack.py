@@ -10,15 +10,7 @@ from typing import Any
 import torch
 
 from awex_delta.errors import ConnectError, CorruptFrameError
-from awex_delta.folder.manifest import (
-    WHOLE,
-    BodyEntry,
-    FileEntry,
-    LineEntry,
-    Stored,
-    TensorEntry,
-    checksum,
-)
+from awex_delta.folder.manifest import WHOLE, BodyEntry, FileEntry, LineEntry, Stored, TensorEntry, checksum
 from awex_delta.lines.boxes import Boxes
 from awex_delta.lines.changes import Changes
 from awex_delta.plan.columns import pack, unpack
@@ -55,8 +47,7 @@ class Line:
     def sent(self, changes: Changes) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """The elements in the bodies: ascending positions in the line, and values.
 
-        Args:
-            changes: those that the line was packed from.
+        changes: those that the line was packed from.
         """
         for bucket, _, body in self.bodies:
             if bucket.whole:
@@ -88,28 +79,18 @@ def file_name(stem: str, rank: int, num_ranks: int) -> str:
 
 
 def pack_boxes(boxes: Boxes) -> torch.Tensor:
-    """The table of a line as bytes.
+    """The table of a line as bytes, uint8 [n] on the CPU.
 
-    Args:
-        boxes: from the line to the folder's; at the source each begins where the one before it ends.
-
-    Returns:
-        uint8 [n] on the CPU.
+    boxes lead from the line to the folder's; at the source each begins where the one before it ends.
     """
     columns = {name: getattr(boxes, name).numpy() for name in _COLUMNS}
     return torch.frombuffer(bytearray(pack({}, columns, {})), dtype=torch.uint8)
 
 
 def unpack_boxes(blob: bytes, numel: int, end: int) -> Boxes:
-    """Undo `pack_boxes`.
+    """Undo `pack_boxes` for a line of `numel` elements and a folder's line of `end` elements.
 
-    Args:
-        blob: the bytes.
-        numel: elements of the line.
-        end: elements of the folder's line.
-
-    Raises:
-        CorruptFrameError: the table does not hold the line, or leads out of the folder's.
+    Raises CorruptFrameError if the table does not hold the line, or leads out of the folder's.
     """
     try:
         _, columns, _ = unpack(blob)
@@ -146,11 +127,9 @@ def pack_line(
     Args:
         changes: of the line, with values.
         codec: packs them, where all values of a span do not take less.
-        dtype: of the line.
-        boxes: its table as bytes.
+        boxes: the line's table as bytes.
         read: its values after the step.
-        numel: its elements.
-        whole: of them, at the begin, those that are always stored.
+        numel: its elements; the first `whole` of them are always stored.
         bucket_bytes: see `buckets.cut`.
     """
     buckets = cut(changes, codec, dtype, numel, min(bucket_bytes, MAX_BODY_BYTES), whole_prefix=whole)
@@ -166,12 +145,7 @@ def pack_line(
 
 
 def pack_lines(name: str, lines: Sequence[Line]) -> PackedFile:
-    """A file of what changed in some lines, of as many dtypes.
-
-    Args:
-        name: of the file.
-        lines: those with changes.
-    """
+    """A file of what changed in some lines, of as many dtypes."""
     stem = name.removesuffix(".safetensors")
     keys = [f"{stem}/{dtype_name(line.dtype)}" for line in lines]  # no loader knows such a tensor
     tensors = {
@@ -205,9 +179,7 @@ def pack_lines(name: str, lines: Sequence[Line]) -> PackedFile:
 def pack_tensors(name: str, tensors: Mapping[str, torch.Tensor]) -> PackedFile:
     """A file of whole tensors, which are not copied.
 
-    Args:
-        name: of the file.
-        tensors: by HF name, on the CPU, contiguous; they must not change before the file is written.
+    They are on the CPU, contiguous, and must not change before the file is written.
     """
     file, stored, chunks = _laid_out(name, tensors)
     entries = tuple(

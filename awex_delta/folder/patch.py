@@ -60,8 +60,7 @@ _INDEX_TO_COME = "index.json"
 def alone(path: Path) -> Iterator[None]:
     """Nobody else changes the checkpoint meanwhile; a process that dies lets go.
 
-    Raises:
-        UpdateError: another process changes it.
+    Raises UpdateError if another process changes it.
     """
     room = path / JOURNAL
     room.mkdir(parents=True, exist_ok=True)
@@ -76,10 +75,7 @@ def alone(path: Path) -> Iterator[None]:
 def why_not_in_place(path: Path, held: Marker | None, link: Manifest) -> str:
     """Why shards that are there cannot be changed in place; empty if they can, or there are none.
 
-    Args:
-        path: the checkpoint.
-        held: what it is; None if it is no version.
-        link: the version to come.
+    held is what the checkpoint is, None if it is no version; `link` is the version to come.
     """
     if held is None:
         found = sorted(path.glob("*.safetensors"))
@@ -104,12 +100,7 @@ class Journal:
     """The change of one checkpoint that is being made. One at a time."""
 
     def __init__(self, path: Path, step: Step) -> None:
-        """Remember where; nothing is read or written.
-
-        Args:
-            path: the checkpoint.
-            step: called as each step begins.
-        """
+        """Remember where; nothing is read or written. `step` is called as each step begins."""
         self._path = path
         self._local = Folder(str(path))
         self._folder = Folder(str(path / JOURNAL))
@@ -124,15 +115,10 @@ class Journal:
         self._files, self._lines = [], []
 
     def add(self, tip: Manifest, shard: str, old: Tensors, new: Tensors) -> int:
-        """Note the elements of one shard in which `new` differs from `old`, bit by bit.
+        """Note the elements of one shard in which `new` differs from `old`, bit by bit, for the version
+        `tip`.
 
-        Args:
-            tip: what the checkpoint is to become.
-            shard: name of the file.
-            old, new: its tensors now and then.
-
-        Returns:
-            Bytes written to the journal.
+        Returns the bytes written to the journal.
         """
         by_dtype: dict[torch.dtype, list[str]] = {}
         for name, tensor in sorted(new.items()):
@@ -148,15 +134,9 @@ class Journal:
         return packed.file.size
 
     def commit(self, tip: Manifest, base: Marker, index: bytes) -> int:
-        """Make the change certain: `finish` does it, now or after a kill.
+        """Make the change from `base` to `tip` certain: `finish` does it, now or after a kill.
 
-        Args:
-            tip: what the checkpoint is to become.
-            base: what it is.
-            index: the index to come.
-
-        Returns:
-            Bytes written to the journal.
+        index is the one to come. Returns the bytes written to the journal.
         """
         folder = version_name(tip.version)
         self._folder.put(f"{folder}/{_INDEX_TO_COME}", [index], self._step)

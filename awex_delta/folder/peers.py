@@ -47,13 +47,8 @@ class Peers:
     def __init__(self, rendezvous: Rendezvous | None, rank: int, settings: DeltaSettings) -> None:
         """Take a seat; nothing is opened.
 
-        Args:
-            rendezvous: where the engine's ranks meet, with no trainer ranks; None for one rank alone.
-            rank: this rank among them.
-            settings: timeouts.
-
-        Raises:
-            ConfigError: the rank is outside the rendezvous, or there are trainer ranks in it.
+        rendezvous is where the engine's ranks meet, with no trainer ranks; None for one rank alone. Raises
+        ConfigError if the rank is outside the rendezvous, or there are trainer ranks in it.
         """
         self.rank = rank
         self._comm: Comm | None = None
@@ -71,10 +66,7 @@ class Peers:
     def in_step(self, purpose: str) -> Iterator[None]:
         """Meet, and leave when anything but an agreed failure ends the step, so that peers hear of it.
 
-        Raises:
-            ConnectError: a rank is missing.
-
-        Collective: yes, over the engine's ranks.
+        Raises ConnectError if a rank is missing. Collective: yes, over the engine's ranks.
         """
         if self._comm is None:
             yield
@@ -87,10 +79,7 @@ class Peers:
     def tell(self, word: Word) -> list[Word]:
         """Say a word and hear all, by rank.
 
-        Raises:
-            LockstepError: a rank is in another phase.
-            PeerError: a rank did not answer.
-
+        Raises LockstepError if a rank is in another phase, PeerError if one did not answer.
         Collective: yes, over the engine's ranks.
         """
         if self._comm is None:
@@ -106,10 +95,7 @@ class Peers:
         return words
 
     def exchange(self, value: Any, *, phase: str) -> list[Any]:
-        """Give any JSON value to all ranks and get theirs, by rank.
-
-        Raises:
-            PeerError: a rank did not answer.
+        """Give any JSON value to all ranks and get theirs, by rank. Raises PeerError if one did not answer.
 
         Collective: yes, over the engine's ranks.
         """

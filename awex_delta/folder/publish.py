@@ -128,8 +128,6 @@ class Publisher:
         """Remember where; nothing is read or written.
 
         Args:
-            folder: where versions go.
-            ranks: the other trainer ranks.
             keep_anchors: full versions to keep.
             on_step: called as each step of writing begins; what it raises fails the version.
             check: why this run may not write any more, empty where it may; asked by rank 0 before it changes
@@ -149,11 +147,8 @@ class Publisher:
     def publish(self, job: Job) -> str:
         """Write this rank's file, and at rank 0 the manifest once all ranks did.
 
-        Returns:
-            Why the version does not exist; empty where it does. The same on all ranks, unless one of them
-            cannot be reached.
-
-        Collective: yes, over the trainer ranks.
+        Returns why the version does not exist, empty where it does: the same on all ranks, unless one of them
+        cannot be reached. Collective: yes, over the trainer ranks.
         """
         part: dict[str, Any] = {
             "failure": "",

@@ -139,9 +139,6 @@ class LocalCheckpoint:
             version: which one; None for the newest that can be reached.
             progress: hears of bytes read and stored.
 
-        Returns:
-            What was done. The checkpoint is its `version` now.
-
         Raises:
             ChainError: no chain of whole versions leads there. The checkpoint is as it was, or a version on
                 the way.
@@ -259,10 +256,7 @@ class LocalCheckpoint:
     ) -> Iterator[tuple[str, Tensors]]:
         """The shards as they are to be, one at a time, each compared with the trainer's digests.
 
-        Args:
-            held: what the checkpoint is; None if it is no version, and the one to come is a full one.
-            link: the next version.
-            progress: hears of bytes read.
+        held is what the checkpoint is; None if it is no version, and the one to come is a full one.
         """
         if held is None:
             for shard, names in sorted(names_by_file(link).items()):

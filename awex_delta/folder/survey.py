@@ -62,15 +62,9 @@ class Survey:
 
 
 def survey(folder: Folder, *, verify: bool = True, workers: int = 4) -> Survey:
-    """Look at every version of a folder.
+    """Look at every version of a folder. Raises OSError if it cannot be read.
 
-    Args:
-        folder: where they are.
-        verify: read every byte and compare checksums; otherwise only manifests are read.
-        workers: files read at once.
-
-    Raises:
-        OSError: the folder cannot be read.
+    verify reads every byte and compares checksums; otherwise only manifests are read.
     """
     catalogue = Catalogue(folder)
     manifests = {version: catalogue.get(version) for version in catalogue.versions}

@@ -125,9 +125,7 @@ class DiskWriter(TrainerEnd):
     def connect(self) -> None:
         """Meet the other trainer ranks, and agree on who writes what. Idempotent.
 
-        Raises:
-            ConnectError: a rank is missing, or what they hold does not fit together.
-
+        Raises ConnectError if a rank is missing, or what they hold does not fit together.
         Collective: yes, over the trainer ranks.
         """
         self._join("connect")
@@ -183,10 +181,9 @@ class DiskWriter(TrainerEnd):
         return stats
 
     def wait(self) -> None:
-        """Wait until the last version is in the folder.
+        """Wait until the last version is in the folder. Raises UpdateAborted if it could not be written.
 
-        Raises:
-            UpdateAborted: it could not be written; the next one is full.
+        The next version is full then.
         """
         self._finish()
         failure, self._unreported = self._unreported, ""

@@ -21,12 +21,7 @@ for _package in ("fastapi", "httpx", "prometheus_client", "uvicorn"):
             name=_package,
         )
 
-_HOME_OF = {
-    "create_app": "app",
-    "engine_router": "router",
-    "read_token": "token",
-    "trainer_router": "router",
-}
+_HOME_OF = {"create_app": "app", "engine_router": "router", "read_token": "token", "trainer_router": "router"}
 
 __all__ = ["create_app", "engine_router", "read_token", "trainer_router"]
 

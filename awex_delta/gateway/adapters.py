@@ -39,11 +39,7 @@ def trainer_side(
     masters: Mapping[str, torch.Tensor] | None = None,
     router_dtype: str = "bf16",
 ) -> Side:
-    """The side of one trainer rank; the arguments are those of `trainer_router`.
-
-    Raises:
-        UnsupportedError: the objects are of no known kind.
-    """
+    """The side of one trainer rank; arguments and refusals are those of `trainer_router`."""
     if isinstance(trained, Sender):
         return _trainer("Sender", lambda _: SenderEnd(trained), brings_meeting=True, num_pairs=1)
     if isinstance(trained, Mapping) and trained and all(isinstance(v, Sender) for v in trained.values()):
@@ -74,11 +70,9 @@ def trainer_side(
 
 
 def engine_side(engine: Any, *, num_ranks: int | None = None) -> Side:
-    """The side of one engine; the arguments are those of `engine_router`.
+    """The side of one engine; arguments and refusals are those of `engine_router`.
 
-    Raises:
-        UnsupportedError: the object is of no known kind.
-        ConfigError: `num_ranks` is missing, or given although it is known.
+    Raises ConfigError, too, if `num_ranks` is given although it is known.
     """
     if isinstance(engine, VllmDriver):
         if num_ranks is None or num_ranks < 1:

@@ -23,11 +23,7 @@ class SidesFailed(Exception):
 
 
 def all_of(answers: Mapping[str, Value | SideFailure], otherwise: str) -> dict[str, Value]:
-    """The answers, if every side gave one.
-
-    Raises:
-        SidesFailed: begins with `otherwise`.
-    """
+    """The answers, if every side gave one. Raises SidesFailed, which begins with `otherwise`."""
     failed = failures(answers)
     if failed:
         raise SidesFailed(otherwise, failed)
@@ -48,8 +44,7 @@ def holds(state: SideState, pair: str, connection: str) -> bool:
 def require_idle(states: Mapping[str, SideState], pair: str, connection: str, begin: str) -> None:
     """Refuse to begin an update that some rank would not take part in, for which all others would wait.
 
-    Raises:
-        SidesFailed: a side is not in this connection, or busy. Begins with `begin`.
+    Raises SidesFailed if a side is not in this connection, or busy. It begins with `begin`.
     """
     said = {}
     for url, state in states.items():
@@ -62,13 +57,7 @@ def require_idle(states: Mapping[str, SideState], pair: str, connection: str, be
 
 
 def readiness(pair: str, version: int | None, url: str, state: SideState | SideFailure) -> EngineReadiness:
-    """Whether one engine may serve the pair's version, and why not.
-
-    Args:
-        pair: its name.
-        version: the pair's; None before the first.
-        url, state: of the engine.
-    """
+    """Whether one engine may serve the pair's version, None before the first, and why not."""
     if isinstance(state, SideFailure):
         return EngineReadiness(url=url, ready=False, version=None, why=state.text)
     held = state.pairs.get(pair)
@@ -95,15 +84,7 @@ def _readiness(version: int | None, url: str, held: PairOnSide) -> EngineReadine
 
 
 def summary(pair: str, version: int, trainers: Sequence[SideAnswer]) -> UpdateAnswer:
-    """What a committed update did.
-
-    Args:
-        pair, version: which.
-        trainers: the answers of the trainer ranks.
-
-    Raises:
-        SidesFailed: no trainer says what it did.
-    """
+    """What a committed update did, by the trainers' answers. Raises SidesFailed if none of them says it."""
     counts = [answer.counts for answer in trainers if answer.counts is not None]
     if not counts:
         raise SidesFailed(f"version {version}: no trainer says what it did", {})

@@ -73,8 +73,7 @@ class Gateway:
     def admit(self, request: ConnectRequest) -> Pair:
         """The pair that a request names; it is made if it is new.
 
-        Raises:
-            Rejection: 422 if its settings cannot work, 409 if too many pairs are in use.
+        Raises Rejection: 422 if its settings cannot work, 409 if too many pairs are in use.
         """
         try:
             _check_config(request.config)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
@@ -36,25 +36,16 @@ class Sides:
     """Calls to sides, all at once."""
 
     def __init__(self, token: str | None, transport: httpx.AsyncBaseTransport | None = None) -> None:
-        """Open nothing yet.
-
-        Args:
-            token: what sides ask for.
-            transport: how requests travel; None for the network.
-        """
+        """Open nothing yet. Sides ask for `token`; requests travel over `transport`, None for the network."""
         self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
         self._transport = transport
         self._client: httpx.AsyncClient | None = None
 
     async def states(self, urls: Sequence[str], *, seconds: float) -> dict[str, SideState | SideFailure]:
         """Who each side is and what it holds."""
-
-        async def ask(url: str) -> SideState | SideFailure:
-            return await self._ask("GET", f"{url}/state", None, SideState, seconds)
-
         # The time of the client is that of each read, which a side that sends byte by byte never exceeds.
         return await gather_with_grace(
-            {url: lambda url=url: ask(url) for url in urls},  # type: ignore[misc]
+            {url: self._ask("GET", f"{url}/state", None, SideState, seconds) for url in urls},
             seconds=seconds,
             grace_seconds=seconds,
         )
@@ -64,21 +55,10 @@ class Sides:
     ) -> dict[str, SideAnswer | SideFailure]:
         """Ask every side for one verb, all at once.
 
-        Args:
-            verb: the last part of the path.
-            calls: by URL of the side.
-            seconds: longest wait for all of them.
-            grace_seconds: longest wait for the others once one of them has failed.
+        The wait ends after `seconds`, and `grace_seconds` after a side has failed.
         """
-
-        async def ask(url: str, call: Attempt) -> SideAnswer | SideFailure:
-            return await self._ask("POST", f"{url}/{verb}", call, SideAnswer, None)
-
-        return await gather_with_grace(
-            {url: lambda url=url, call=call: ask(url, call) for url, call in calls.items()},  # type: ignore[misc]
-            seconds=seconds,
-            grace_seconds=grace_seconds,
-        )
+        asked = {u: self._ask("POST", f"{u}/{verb}", call, SideAnswer, None) for u, call in calls.items()}
+        return await gather_with_grace(asked, seconds=seconds, grace_seconds=grace_seconds)
 
     async def close(self) -> None:
         """Close all connections; the next call opens new ones."""
@@ -147,24 +127,19 @@ def _parsed(model: type[Model], text: bytes) -> Model | SideFailure:
 
 
 async def gather_with_grace(
-    calls: Mapping[str, Callable[[], Awaitable[Answer | SideFailure]]],
+    calls: Mapping[str, Awaitable[Answer | SideFailure]],
     *,
     seconds: float,
     grace_seconds: float,
 ) -> dict[str, Answer | SideFailure]:
-    """Run all calls at once, and do not wait for ever for those that are left once one has failed.
+    """Run all calls, by URL, at once, and do not wait for ever for those that are left once one has failed.
 
-    Args:
-        calls: by URL.
-        seconds: longest wait altogether.
-        grace_seconds: longest wait after the first failure.
-
-    Returns:
-        By URL, in the order of `calls`; a call that was not awaited to its end is a SideFailure.
+    The wait ends after `seconds`, and `grace_seconds` after the first failure. Answers come in the order of
+    `calls`; a call that was not awaited to its end is a SideFailure.
     """
     loop = asyncio.get_running_loop()
     deadline = loop.time() + seconds
-    tasks = {url: asyncio.ensure_future(call()) for url, call in calls.items()}
+    tasks = {url: asyncio.ensure_future(call) for url, call in calls.items()}
     pending: set[asyncio.Future[Answer | SideFailure]] = set(tasks.values())
     try:
         while pending and loop.time() < deadline:

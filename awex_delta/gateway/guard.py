@@ -49,12 +49,7 @@ def answer(status: int, problem: Problem) -> Response:
 def guarded(token: str | None, max_body_bytes: int = MAX_BODY_BYTES) -> type[APIRoute]:
     """A class of routes that ask for a token, limit the body, and answer with a `Problem`.
 
-    Args:
-        token: None if everybody may call.
-        max_body_bytes: the longest body.
-
-    Raises:
-        ConfigError: the token is easily guessed.
+    Everybody may call if `token` is None. Raises ConfigError if it is easily guessed.
     """
     check_token(token)
 

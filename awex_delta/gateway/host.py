@@ -78,11 +78,7 @@ class SideHost:
     """Carries out the gateway's calls, one at a time. Its methods are coroutines of one loop."""
 
     def __init__(self, side: Side) -> None:
-        """Start the worker thread when it is first needed; it works on the device that is current now.
-
-        Args:
-            side: what stands behind the router.
-        """
+        """Start the worker thread when it is first needed; it works on the device that is current now."""
         self._side = side
         self._id = secrets.token_hex(16)
         self._slots: dict[str, Slot] = {}
@@ -111,8 +107,7 @@ class SideHost:
     async def connect(self, call: SideConnect) -> SideAnswer:
         """Join a pair. The same call again changes nothing.
 
-        Raises:
-            Rejection: busy, in another connection of this pair, in too many pairs, or it failed.
+        Raises Rejection if busy, in another connection of this pair, in too many pairs, or if it failed.
         """
         held = self._slots.get(call.pair)
         if held is not None and held.connected:
@@ -136,8 +131,7 @@ class SideHost:
     async def update_weights(self, call: SideUpdate) -> SideAnswer:
         """Take part in one update. The same attempt again gets the same answer.
 
-        Raises:
-            Rejection: busy, not connected, an attempt that lies behind, or it failed.
+        Raises Rejection if busy, not connected, for an attempt that lies behind, or if it failed.
         """
         slot = self._slot(call)
         if call.attempt == slot.attempt and slot.answer is not None:
@@ -186,8 +180,7 @@ class SideHost:
     async def digests(self) -> DigestFile:
         """Digests of the weights that this engine holds now; no call changes them meanwhile.
 
-        Raises:
-            Rejection: busy, or the weights are in other processes.
+        Raises Rejection if busy, or if the weights are in other processes.
         """
         view = self._side.view
         if view is None:

@@ -16,9 +16,7 @@ from awex_delta.settings.resolve import resolve
 class StoreHost:
     """Hosts the store in which the ranks of all pairs meet, each connection under a name of its own.
 
-    Args:
-        host: an address of this machine that all sides reach.
-        port: 0 picks a free one.
+    host is an address of this machine that all sides reach; port 0 picks a free one.
     """
 
     def __init__(self, host: str, port: int = 0) -> None:
@@ -32,8 +30,7 @@ class StoreHost:
     ) -> Rendezvous:
         """Where the ranks of one connection meet. Opens the store at the first call.
 
-        Raises:
-            ConfigError: the store cannot listen there.
+        Raises ConfigError if the store cannot listen there.
         """
         with self._lock:
             self._store = self._store or host_store(self._host, self._port)
@@ -48,12 +45,7 @@ class StoreHost:
 
 
 def join_problem(request: ConnectRequest, states: Mapping[str, SideState]) -> dict[str, str]:
-    """Why sides cannot form the pair, by URL; empty if they can.
-
-    Args:
-        request: the pair.
-        states: of every side, by URL.
-    """
+    """Why sides cannot form the pair that is asked for, by URL; empty if they can."""
     said: dict[str, str] = {}
     brings = {url for url, state in states.items() if state.brings_meeting}
     first: dict[str, str] = {}
@@ -99,16 +91,9 @@ def _article(role: str) -> str:
 def side_connects(
     request: ConnectRequest, states: Mapping[str, SideState], connection: str, stores: StoreHost
 ) -> dict[str, Attempt]:
-    """What each side is told, by URL.
+    """What each side is told, by URL, to join the new `connection`.
 
-    Args:
-        request: the pair.
-        states: of every side, by URL.
-        connection: identity of the new connection.
-        stores: hosts the store in which they meet.
-
-    Raises:
-        ConfigError: the store cannot listen.
+    Raises ConfigError if the store in which they meet cannot listen.
     """
     meeting = stores.meet(
         request.pair,

@@ -115,8 +115,7 @@ class Pair:
     async def connect(self, request: ConnectRequest) -> PairAnswer:
         """Let all sides meet, unless they hold this connection already.
 
-        Raises:
-            Rejection: 409 if the state forbids it or sides are taken, 502 if sides failed.
+        Raises Rejection: 409 if the state forbids it or sides are taken, 502 if sides failed.
         """
         record = self._record
         if record.state is not PairState.DISCONNECTED and request != record.request:
@@ -131,8 +130,7 @@ class Pair:
     async def update_weights(self, version: int) -> UpdateAnswer:
         """Bring every engine to the trainer's weights. A committed version gets its answer again.
 
-        Raises:
-            Rejection: 409 if the state or the order forbids it, 502 if sides failed.
+        Raises Rejection: 409 if the state or the order forbids it, 502 if sides failed.
         """
         record = self._record
         try:
@@ -147,8 +145,7 @@ class Pair:
     async def disconnect(self) -> PairAnswer:
         """Let all sides leave. A side that does not answer has left.
 
-        Raises:
-            Rejection: 409 if the state forbids it, 502 if a side is busy.
+        Raises Rejection: 409 if the state forbids it, 502 if a side is busy.
         """
         self._begin(Event.DISCONNECT)
         await self._to_its_end("disconnect", self._disconnect)

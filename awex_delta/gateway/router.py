@@ -93,11 +93,7 @@ def engine_router(
 def side_router(side: Side, *, token: str | None, prefix: str = "", tags: Sequence[str] = ()) -> APIRouter:
     """A router for a side that is described already.
 
-    Args:
-        side: what stands behind it.
-        token: what the gateway must show; None for nothing.
-        prefix: before every path.
-        tags: in the OpenAPI document; the role if there are none.
+    The gateway must show `token`, if it is not None. `tags` of the OpenAPI document are the role if empty.
     """
     host = SideHost(side)
 

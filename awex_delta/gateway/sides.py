@@ -80,7 +80,7 @@ class Side:
     view: Callable[[], EngineView] | None = None
 
 
-class SenderEnd:
+class SenderEnd(End):
     """A trainer rank. after_close: run once the sender has left, such as the removal of hooks."""
 
     def __init__(self, sender: Sender, after_close: Callable[[], None] | None = None) -> None:
@@ -88,11 +88,9 @@ class SenderEnd:
         self._after_close = after_close
 
     def connect(self) -> None:
-        """See `End.connect`."""
         self._sender.connect()
 
     def update_weights(self, version: int) -> UpdateStats:
-        """See `End.update_weights`."""
         return self._sender.update_weights(version)
 
     def publish(self, version: int) -> None:
@@ -103,42 +101,37 @@ class SenderEnd:
         return Holding(version=self._sender.version, why="")
 
     def close(self) -> None:
-        """See `End.close`."""
         self._sender.close()
         if self._after_close is not None:
             self._after_close()
 
 
-class ReceiverEnd:
+class ReceiverEnd(End):
     """An engine rank in this process."""
 
     def __init__(self, receiver: Receiver) -> None:
         self._receiver = receiver
 
     def connect(self) -> None:
-        """See `End.connect`."""
         self._receiver.connect()
 
     def update_weights(self, version: int) -> UpdateStats:
-        """See `End.update_weights`."""
         return self._receiver.update_weights(version)
 
     def publish(self, version: int) -> None:
         """Nothing is left to say."""
 
     def holding(self) -> Holding:
-        """See `End.holding`."""
         if self._receiver.dirty:
             return Holding(version=None, why=DIRTY)
         version = self._receiver.version
         return Holding(version=version, why=NO_FULL_SYNC if version is None else "")
 
     def close(self) -> None:
-        """See `End.close`."""
         self._receiver.close()
 
 
-class VllmEnd:
+class VllmEnd(End):
     """A vLLM deployment, whose workers hold the receivers."""
 
     def __init__(self, driver: VllmDriver, joining: Joining) -> None:
@@ -148,11 +141,10 @@ class VllmEnd:
         self._in_doubt = False
 
     def connect(self) -> None:
-        """See `End.connect`."""
         self._driver.connect(self._joining.model_dump(mode="json"))
 
     def update_weights(self, version: int) -> None:
-        """See `End.update_weights`. vLLM raises if a worker did not commit; counts stay in the workers."""
+        # vLLM raises if a worker did not commit; counts stay in the workers.
         self._in_doubt = True
         self._driver.update_weights(version)
         self._version, self._in_doubt = version, False
@@ -161,7 +153,6 @@ class VllmEnd:
         """vLLM published it in `finish_weight_update`."""
 
     def holding(self) -> Holding:
-        """See `End.holding`."""
         if self._driver.stopped:
             return Holding(version=None, why="requests stand still since a call that failed or still runs")
         if self._in_doubt:
@@ -169,37 +160,31 @@ class VllmEnd:
         return Holding(version=self._version, why=NO_FULL_SYNC if self._version is None else "")
 
     def close(self) -> None:
-        """See `End.close`."""
         self._driver.disconnect()
 
 
-class SglangEnd:
+class SglangEnd(End):
     """An SGLang engine. Only the trainer knows whether an update was committed."""
 
     def __init__(self, driver: SglangDriver) -> None:
         self._driver = driver
 
     def connect(self) -> None:
-        """See `End.connect`."""
         self._driver.connect()
 
     def update_weights(self, version: int) -> None:
-        """See `End.update_weights`."""
         self._driver.update_weights(version)
 
     def publish(self, version: int) -> None:
-        """See `End.publish`."""
         self._driver.publish(version)
 
     def holding(self) -> Holding:
-        """See `End.holding`."""
         if self._driver.in_doubt:
             return Holding(version=None, why="an update was begun, and the trainer has not confirmed it")
         version = self._driver.version
         return Holding(version=version, why=NO_FULL_SYNC if version is None else "")
 
     def close(self) -> None:
-        """See `End.close`."""
         self._driver.disconnect()
 
 

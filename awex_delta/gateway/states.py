@@ -68,11 +68,7 @@ _REMEDY: Mapping[PairState, str] = {
 
 
 def transition(state: PairState, event: Event) -> PairState:
-    """The state after an event.
-
-    Raises:
-        Refused: the event does not fit the state; says what would.
-    """
+    """The state after an event. Raises Refused if it does not fit the state; that says what would."""
     after = NEXT.get((state, event))
     if after is None:
         remedy = _REMEDY.get(state, "nothing is under way")
@@ -89,15 +85,14 @@ class Admission(StrEnum):
 
 
 def admit_update(state: PairState, committed: int | None, version: int) -> Admission:
-    """Whether an update runs, or is the repetition of the last one.
+    """Whether an update to `version` runs, or is the repetition of the last one.
 
     Args:
         state: of the pair.
         committed: the last version that was committed since the pair connected; None before the first.
         version: the one asked for. More than one above `committed` is allowed: the update is full then.
 
-    Raises:
-        Refused: the state allows no update, or the version lies behind.
+    Raises Refused if the state allows no update, or the version lies behind.
     """
     transition(state, Event.UPDATE)
     if committed is None or version > committed:

@@ -20,13 +20,9 @@ def new_token() -> str:
 
 
 def check_token(token: str | None) -> None:
-    """Refuse a token that is easily guessed, or that no header can carry.
+    """Refuse a token that is easily guessed, or that no header can carry; None asks for no token.
 
-    Args:
-        token: None if no token is asked for.
-
-    Raises:
-        ConfigError: it is short, or not printable ASCII without blanks. Does not show it.
+    Raises ConfigError, which does not show it, if it is short, or not printable ASCII without blanks.
     """
     if token is None:
         return
@@ -39,15 +35,11 @@ def check_token(token: str | None) -> None:
 
 
 def read_token(path: str | Path, *, create: bool = False) -> str:
-    """Read a token from a file that only its owner can read.
+    """Read a token from a file that only its owner can read; blanks around it are ignored.
 
-    Args:
-        path: of the file; blanks around the token are ignored.
-        create: write a new random token if there is no file, with mode 0600. Of several processes that
-            do so at once, all read the same token.
-
-    Raises:
-        ConfigError: the file is missing, can be read by others, or holds no good token.
+    With `create` a new random token is written if there is no file, with mode 0600; of several processes that
+    do so at once, all read the same token. Raises ConfigError if the file is missing, can be read by others,
+    or holds no good token.
     """
     path = Path(path)
     if create and not path.exists():

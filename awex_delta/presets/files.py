@@ -77,14 +77,9 @@ class ModelShape(Section):
 
 
 def find_preset(preset: str, folder: Path) -> Path:
-    """The file of a preset.
+    """The file of a preset: a name in `folder`, which may not exist, or a path.
 
-    Args:
-        preset: the name of one in the folder, or a path.
-        folder: of presets; where there is none, only a path is found.
-
-    Raises:
-        ConfigError: there is neither; names those that there are.
+    Raises ConfigError if there is neither; names those that there are.
     """
     beside = folder / f"{preset}.yaml"
     if beside.is_file():
@@ -97,17 +92,10 @@ def find_preset(preset: str, folder: Path) -> Path:
 
 
 def read_preset(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """Read a YAML file of sections, and change single settings.
+    """Read a YAML file of sections, and change single settings. Each section checks its own data.
 
-    Args:
-        path: the file.
-        overrides: such as `actor.weight_update_anchor_interval=5`; the value is read as YAML.
-
-    Returns:
-        Plain data by section; each section checks its own.
-
-    Raises:
-        ConfigError: the file cannot be read or holds no sections, or an override is not of that form.
+    overrides are such as `actor.weight_update_anchor_interval=5`; the value is read as YAML. Raises
+    ConfigError if the file cannot be read or holds no sections, or an override is not of that form.
     """
     try:
         data = _read(path.read_text(encoding="utf-8"))

@@ -147,9 +147,7 @@ def count_parameters(shape: ModelShape) -> Counts:
 def bytes_per_change(encoding: str, share: float) -> float:
     """Expected bytes of one changed bf16 element, where changes are spread evenly.
 
-    Args:
-        encoding: a name of `weight_update_delta_encoding`; "auto" counts as `ulp_zstd`.
-        share: of all elements that changed, above 0 and below 1.
+    encoding "auto" counts as `ulp_zstd`; `share` of all elements changed, above 0 and below 1.
     """
     # A gap is one byte; one of 255 or more, which no change interrupts, takes two more.
     gap = 1 + 2 * (1 - share) ** 255
@@ -167,16 +165,10 @@ def bytes_per_change(encoding: str, share: float) -> float:
 
 
 def plan_run(train: TrainEngineConfig, rollout: RolloutConfig, shape: ModelShape) -> RunPlan:
-    """Work out what a run will need.
+    """Work out what a run will need. Deltas must be on.
 
-    Args:
-        train: the trainer's settings, with deltas on.
-        rollout: the engines' settings.
-        shape: of the model.
-
-    Raises:
-        ConfigError: a setting cannot work, deltas are off, a side has more than `MAX_RANKS` ranks, or the
-            model does not divide over the ranks.
+    Raises ConfigError if a setting cannot work, deltas are off, a side has more than `MAX_RANKS` ranks, or
+    the model does not divide over the ranks.
     """
     resolved = resolve(train, rollout)
     if resolved.topology is None:

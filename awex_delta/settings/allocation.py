@@ -74,17 +74,10 @@ class Allocation:
 
 
 def parse_allocation(text: str, *, backends: Collection[str]) -> Allocation:
-    """Parse an allocation string.
+    """Parse an allocation string such as `megatron:d2p1t4`; its world size is at least 1.
 
-    Args:
-        text: such as `megatron:d2p1t4`.
-        backends: names that may stand before the colon, `TRAINER_BACKENDS` or `ENGINE_BACKENDS`.
-
-    Returns:
-        The allocation; its world size is at least 1.
-
-    Raises:
-        ConfigError: the text does not parse; the message quotes the part at fault and says where it stands.
+    backends are the names that may stand before the colon, `TRAINER_BACKENDS` or `ENGINE_BACKENDS`. Raises
+    ConfigError if the text does not parse, which quotes the part at fault and says where it stands.
     """
     backend, colon, body = text.partition(":")
     if backend not in backends:

@@ -35,14 +35,10 @@ _FLAGS: Mapping[str, bool] = {"1": True, "true": True, "True": True, "0": False,
 
 
 def worker_environment(resolved: ResolvedDelta) -> dict[str, str]:
-    """The variables that a launcher must set for every trainer and engine worker.
+    """The variables that a launcher must set for every trainer and engine worker; none with deltas off.
 
-    Args:
-        resolved: from `resolve`.
-
-    Returns:
-        Names and values, from which `settings_from_environment` rebuilds the same settings; empty with
-        deltas off. Merge it over `scrub_worker_environment()`, which drops what was inherited.
+    `settings_from_environment` rebuilds the same settings from them. Merge them over
+    `scrub_worker_environment()`, which drops what was inherited.
     """
     settings = resolved.settings
     if not settings.enabled:
@@ -57,23 +53,18 @@ def worker_environment(resolved: ResolvedDelta) -> dict[str, str]:
 
 
 def scrub_worker_environment(environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Copy an environment without this package's variables, so that inherited ones mean nothing.
+    """Copy an environment, by default this process's, without the package's variables.
 
-    Args:
-        environ: the environment to copy; None for that of this process.
+    So inherited ones mean nothing.
     """
     source = os.environ if environ is None else environ
     return {name: value for name, value in source.items() if name not in _VARIABLES}
 
 
 def settings_from_environment(environ: Mapping[str, str] | None = None) -> DeltaSettings:
-    """Read in a worker what `worker_environment` wrote for it.
+    """Read what `worker_environment` wrote for this worker, by default from this process's environment.
 
-    Args:
-        environ: the environment to read; None for that of this process.
-
-    Returns:
-        The settings. Without `DTE_DELTA_TRANSFER` deltas are off and the other variables are not read.
+    Without `DTE_DELTA_TRANSFER` deltas are off and the other variables are not read.
 
     Raises:
         ConfigError: a value cannot be read, the set is incomplete, or a name looks like a misspelling of

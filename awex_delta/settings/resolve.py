@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import attrgetter
 
 from awex_delta.errors import ConfigError
 from awex_delta.settings.agreed import DeltaSettings
 from awex_delta.settings.allocation import ENGINE_BACKENDS, TRAINER_BACKENDS, Allocation, parse_allocation
-from awex_delta.settings.schema import (
-    RolloutConfig,
-    SchedulingStrategy,
-    TrainEngineConfig,
-    WorldSizePolicy,
-)
+from awex_delta.settings.schema import RolloutConfig, SchedulingStrategy, TrainEngineConfig, WorldSizePolicy
 
 __all__ = [
     "ResolvedDelta",
@@ -54,15 +50,8 @@ class ResolvedDelta:
 def resolve(train: TrainEngineConfig, rollout: RolloutConfig) -> ResolvedDelta:
     """Check the two sides against each other. Touches no process, group, file or environment.
 
-    Args:
-        train: the trainer's settings.
-        rollout: the inference engines' settings.
-
-    Returns:
-        The agreed settings. With the flag off nothing is checked, and the settings say that deltas are off.
-
-    Raises:
-        ConfigError: deltas are on and cannot work; lists every setting at fault with its value and remedy.
+    With the flag off nothing is checked, and the settings say that deltas are off. Raises ConfigError if
+    deltas are on and cannot work; it lists every setting at fault with its value and remedy.
     """
     if not train.enable_delta_weight_update:
         return ResolvedDelta(settings=DeltaSettings(enabled=False))
@@ -85,13 +74,8 @@ def resolve(train: TrainEngineConfig, rollout: RolloutConfig) -> ResolvedDelta:
 def check_world_size(*, num_trainer_ranks: int, num_engine_ranks: int, policy: WorldSizePolicy) -> None:
     """Refuse a number of ranks for which the transfer schedule does not exist.
 
-    Args:
-        num_trainer_ranks: trainer processes.
-        num_engine_ranks: engine processes, over all replicas.
-        policy: `any` allows a total that is not a power of two.
-
-    Raises:
-        ConfigError: a side has no ranks, or the total does not fit the policy.
+    Engine ranks are counted over all replicas. Policy `any` allows a total that is not a power of two.
+    Raises ConfigError if a side has no ranks, or the total does not fit the policy.
     """
     world_size = num_trainer_ranks + num_engine_ranks
     counts = f"{num_trainer_ranks} trainer + {num_engine_ranks} engine ranks = {world_size}"
@@ -109,40 +93,33 @@ def check_world_size(*, num_trainer_ranks: int, num_engine_ranks: int, policy: W
 
 
 def _train_problems(train: TrainEngineConfig) -> Iterator[str]:
-    yield from _backend_problems("train.backend", train.backend, TRAINER_BACKENDS)
-    yield from _version_problems("train.version", train.version)
+    yield from _side_problems(train, TRAINER_BACKENDS)
     if train.weight_update_mode != "awex":
         yield _problem(
-            "train.weight_update_mode",
-            train.weight_update_mode,
-            "only AWEX's transfer carries deltas",
-            "set weight_update_mode: awex",
+            train, "weight_update_mode", "only AWEX's transfer carries deltas", "set weight_update_mode: awex"
         )
     if train.use_lora:
         yield _problem(
-            "train.use_lora",
-            train.use_lora,
+            train,
+            "use_lora",
             "LoRA trains adapters, and deltas are found in the optimizer state of full weights",
             "set use_lora: false",
         )
     if train.weight_update_verify == "off" and train.weight_update_verify_interval:
         yield _problem(
-            "train.weight_update_verify_interval",
-            train.weight_update_verify_interval,
+            train,
+            "weight_update_verify_interval",
             "nothing is compared while weight_update_verify is 'off'",
             "set weight_update_verify: touched, or weight_update_verify_interval: 0",
         )
     if train.ppo_n_minibatches < 1:
         yield _problem(
-            "train.ppo_n_minibatches",
-            train.ppo_n_minibatches,
-            "without a step nothing is trained",
-            "set ppo_n_minibatches: 1",
+            train, "ppo_n_minibatches", "without a step nothing is trained", "set ppo_n_minibatches: 1"
         )
     elif train.ppo_n_minibatches > 1 and not _covers_many_steps(train):
         yield _problem(
-            "train.ppo_n_minibatches",
-            train.ppo_n_minibatches,
+            train,
+            "ppo_n_minibatches",
             "with more than one optimizer step between two updates, inverting the last one misses what the "
             "earlier ones changed",
             "set weight_update_delta_accumulate: true, which follows every step for one byte of memory an "
@@ -150,8 +127,8 @@ def _train_problems(train: TrainEngineConfig) -> Iterator[str]:
         )
     if train.weight_update_delta_accumulate and train.weight_update_delta_method != "adamw":
         yield _problem(
-            "train.weight_update_delta_accumulate",
-            train.weight_update_delta_accumulate,
+            train,
+            "weight_update_delta_accumulate",
             "only inverted steps are added up; a snapshot covers any number of steps by itself",
             "set weight_update_delta_accumulate: false, or weight_update_delta_method: adamw",
         )
@@ -163,57 +140,53 @@ def _covers_many_steps(train: TrainEngineConfig) -> bool:
 
 def _disk_problems(train: TrainEngineConfig) -> Iterator[str]:
     """A folder that is missing, and settings that one of the two transports would not heed."""
-    url = train.weight_update_disk_url
     if train.weight_update_transport == "disk":
-        if not url:
+        if not train.weight_update_disk_url:
             yield _problem(
-                "train.weight_update_disk_url",
-                url,
+                train,
+                "weight_update_disk_url",
                 "weight_update_transport = 'disk' needs a folder",
                 "name one that trainer and engines reach, such as /shared/run or s3://bucket/run",
             )
         if train.weight_update_release_grad_buffers:
             yield _problem(
-                "train.weight_update_release_grad_buffers",
-                True,  # noqa: FBT003 - the value of the setting
+                train,
+                "weight_update_release_grad_buffers",
                 "through a folder nothing is transferred while training waits",
                 "set weight_update_release_grad_buffers: false",
             )
         return
     for field, default in (("weight_update_disk_url", ""), ("weight_update_disk_kind", "delta")):
-        value = getattr(train, field)
-        if value != default:
+        if getattr(train, field) != default:
             yield _problem(
-                f"train.{field}",
-                value,
+                train,
+                field,
                 "weight_update_transport = 'p2p' uses no folder",
                 "set weight_update_transport: disk, or remove it",
             )
 
 
 def _rollout_problems(rollout: RolloutConfig) -> Iterator[str]:
-    yield from _backend_problems("rollout.backend", rollout.backend, ENGINE_BACKENDS)
-    yield from _version_problems("rollout.version", rollout.version)
+    yield from _side_problems(rollout, ENGINE_BACKENDS)
     if rollout.scheduling_strategy.type != "separation":
         yield _problem(
-            "rollout.scheduling_strategy.type",
-            rollout.scheduling_strategy.type,
+            rollout,
+            "scheduling_strategy.type",
             "an engine on the trainer's devices shares its memory and needs no transfer",
             "set scheduling_strategy: separation",
         )
 
 
-def _backend_problems(field: str, backend: str, backends: tuple[str, ...]) -> Iterator[str]:
+def _side_problems(side: TrainEngineConfig | RolloutConfig, backends: tuple[str, ...]) -> Iterator[str]:
     try:
-        parse_allocation(backend, backends=backends)
+        parse_allocation(side.backend, backends=backends)
     except ConfigError as error:
-        yield _problem(field, backend, str(error), f"write an allocation such as {backends[0]}:d2p1t4")
+        yield _problem(side, "backend", str(error), f"write an allocation such as {backends[0]}:d2p1t4")
+    if side.version != "v2":
+        why = "deltas need the v2 control plane on both sides"
+        yield _problem(side, "version", why, "set version: v2")
 
 
-def _version_problems(field: str, version: str) -> Iterator[str]:
-    if version != "v2":
-        yield _problem(field, version, "deltas need the v2 control plane on both sides", "set version: v2")
-
-
-def _problem(field: str, value: object, why: str, remedy: str) -> str:
-    return f"  {field} = {value!r}: {why}. Remedy: {remedy}"
+def _problem(side: TrainEngineConfig | RolloutConfig, field: str, why: str, remedy: str) -> str:
+    name = "train" if isinstance(side, TrainEngineConfig) else "rollout"
+    return f"  {name}.{field} = {attrgetter(field)(side)!r}: {why}. Remedy: {remedy}"

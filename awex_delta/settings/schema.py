@@ -59,16 +59,9 @@ class Section(BaseModel):
 
     @classmethod
     def load(cls, data: Mapping[str, object]) -> Self:
-        """Build from plain data, such as one section of a YAML file.
+        """Build from plain data, such as one section of a YAML file; a setting left out takes its default.
 
-        Args:
-            data: setting names and values; a setting left out takes its default.
-
-        Returns:
-            The settings, frozen.
-
-        Raises:
-            ConfigError: a setting is unknown, missing, or has a wrong type or value.
+        Raises ConfigError if a setting is unknown, missing, or has a wrong type or value.
         """
         values: dict[str, Any] = {str(key): value for key, value in data.items()}
         return cls(**values)

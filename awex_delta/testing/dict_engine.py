@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from awex_delta.engines.view import EngineTensor
+from awex_delta.engines.view import EngineTensor, EngineView
 
 
-class DictEngine:
+class DictEngine(EngineView):
     """An `EngineView` over plain tensors. Serves nothing; counts commits and cache flushes.
 
     Attributes:
@@ -66,13 +66,10 @@ class DictEngine:
             )
 
     def tensors(self) -> Sequence[EngineTensor]:
-        """See `EngineView.tensors`."""
         return self._parts
 
     def synchronize(self) -> None:
-        """See `EngineView.synchronize`."""
         self.num_synchronized += 1
 
     def committed(self, version: int) -> None:
-        """See `EngineView.committed`."""
         self.published.append(version)

@@ -79,15 +79,10 @@ def warm_up() -> None:
 def gather(
     connections: Mapping[str, Connection], timeout_seconds: float, *, last_words_seconds: float | None = None
 ) -> dict[str, Answer]:
-    """Wait for one answer of each process.
+    """Wait for one answer of each process, `timeout_seconds` for all of them together.
 
-    Args:
-        connections: to the processes, by name.
-        timeout_seconds: longest wait for all of them together.
-        last_words_seconds: longest wait for the others once one of them has failed; None for no limit.
-
-    Returns:
-        Answers by name, in the same order; those of processes that died or were late are `lost`.
+    Once one has failed the others have `last_words_seconds`; None for no limit. Answers of processes that
+    died or were late are `lost`.
     """
     deadline = time.monotonic() + timeout_seconds
     waiting: dict[Any, str] = {connection: name for name, connection in connections.items()}
@@ -237,13 +232,8 @@ class Fleet:
     ) -> None:
         """Start members, and wait until all of them are built.
 
-        Args:
-            members: name to the argument of `build`.
-            build: an importable function; called in each process, it returns what that process can be asked.
-            timeout_seconds: longest wait for all of them.
-
-        Raises:
-            FleetError: one died while it was built, raised, or did not get ready.
+        `build` is importable; called in each process with its argument, it returns what that process can be
+        asked. Raises FleetError if one died while it was built, raised, or did not get ready.
         """
         taken = dict(zip(members, POOL.take(len(members)), strict=True))
         self._members.update(taken)
@@ -252,28 +242,14 @@ class Fleet:
         self._answers(list(members), timeout_seconds)
 
     def ask(
-        self,
-        names: Sequence[str],
-        action: str,
-        *,
-        timeout_seconds: float,
-        doomed: str = "",
-        **arguments: Any,
+        self, names: Sequence[str], action: str, *, timeout_seconds: float, doomed: str = "", **arguments: Any
     ) -> dict[str, Answer]:
-        """Ask several members at once, and wait for all their answers.
+        """Ask several members for one of their actions at once, and wait for all their answers, in that
+        order.
 
-        Args:
-            names: who is asked.
-            action: one of their actions.
-            timeout_seconds: longest wait for all answers together.
-            doomed: a member whose death is expected, and is an answer with a failure.
-            arguments: of the action.
-
-        Returns:
-            Answers by name, in the order of `names`. An update or a connect that failed is an answer.
-
-        Raises:
-            FleetError: a member died, did not answer in time, or raised anything else.
+        The death of the `doomed` member is expected, and is an answer with a failure, as is an update or a
+        connect that failed. Raises FleetError if a member died, did not answer in time, or raised anything
+        else.
         """
         for name in names:
             self._members[name].send(_act, action, arguments)

@@ -46,23 +46,12 @@ class RanksFailed(AssertionError):
 
 
 def run_ranks(
-    function: Callable[..., Any],
-    world_size: int,
-    *args: Any,
-    timeout_seconds: float = 120.0,
+    function: Callable[..., Any], world_size: int, *args: Any, timeout_seconds: float = 120.0
 ) -> list[Any]:
     """Call `function(Rank, *args)` in `world_size` processes, which are kept for the next call.
 
-    Each finds one torch thread, the seeds and the environment of a new process, and no process group.
-
-    Args:
-        function: importable by name; its result must pickle.
-        world_size: number of processes.
-        args: further arguments, the same for all.
-        timeout_seconds: of the whole call; processes that still run then are killed.
-
-    Returns:
-        The results in rank order.
+    Each finds one torch thread, the seeds and the environment of a new process, and no process group. The
+    function is importable by name, and its result pickles. Results come in rank order.
 
     Raises:
         RanksFailed: a rank raised, died without a word, or did not finish in time. All ranks are then killed.

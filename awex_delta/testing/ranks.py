@@ -51,13 +51,9 @@ class ThreadRanks:
     def run(
         self, function: Callable[[int], Result], *, timeout_seconds: float = 30.0
     ) -> list[Result | BaseException]:
-        """Run `function(rank)` on every rank's thread, all at once.
+        """Run `function(rank)` on every rank's thread, all at once: by rank, its result or its exception.
 
-        Returns:
-            By rank, what the function returned, or the exception that it raised.
-
-        Raises:
-            TimeoutError: a rank was still running after `timeout_seconds`; names the ranks.
+        Raises TimeoutError, which names the ranks, if one was still running after `timeout_seconds`.
         """
         outcome: queue.SimpleQueue[tuple[int, Result | BaseException]] = queue.SimpleQueue()
 

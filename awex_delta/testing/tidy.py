@@ -41,8 +41,7 @@ class Beginning:
     def restore(self) -> str:
         """Drop process groups and what nobody holds any more, and reset seeds, threads and environment.
 
-        Returns:
-            What is left that a further job might notice; empty if there is nothing.
+        Returns what is left that a further job might notice; empty if there is nothing.
         """
         _leave_groups()
         gc.collect()

@@ -111,11 +111,8 @@ class TinyTrainer:
     def train_step(self) -> float:
         """One forward, backward and optimizer step on the next batch.
 
-        Returns:
-            The mean loss of this rank's batch, whose single losses are in `token_losses`; NaN where no
-            chunk computes a loss.
-
-        Collective: over all trainer ranks.
+        Returns the mean loss of this rank's batch, whose single losses are in `token_losses`; NaN where no
+        chunk computes a loss. Collective: over all trainer ranks.
         """
         with cpu_device():
             for chunk in self.chunks:
@@ -145,13 +142,7 @@ class TinyTrainer:
 
 
 def build_trainer(spec: TinySpec) -> TinyTrainer:
-    """Build the model chunks, gradient buffers and optimizer of this rank.
-
-    Args:
-        spec: the same on all ranks.
-
-    Returns:
-        A trainer that has not stepped yet.
+    """Build the model chunks, gradient buffers and optimizer of this rank, from the same spec on all ranks.
 
     Collective: over the default process group, which must exist (Gloo) and holds only trainers.
     """

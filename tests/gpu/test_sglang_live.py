@@ -14,8 +14,8 @@ import torch
 from awex_delta.engines.sglang.driver import EngineControl, SglangDriver
 from awex_delta.engines.sglang.loader import LOAD_FORMAT
 from awex_delta.protocol.rendezvous import Joining
-from awex_delta.testing.sglang_cpu import sglang_found
 from tests.gpu.live_training import KINDS, SETTINGS, training, write_first
+from tests.sglang_cpu import sglang_found
 
 pytestmark = [
     pytest.mark.gpu,

@@ -22,7 +22,7 @@ from awex_delta.detection.invert import detect_changes
 from awex_delta.detection.slices import OwnedSlice
 from awex_delta.lines.bits import UNSTATED, apply_code
 from awex_delta.lines.changes import Changes
-from awex_delta.testing.kernels import KernelForm, adamw_kernel_step
+from tests.kernels import KernelForm, adamw_kernel_step
 
 ROW = 1 << 19
 TORCH_FORMS = ("single", "foreach", "fused")

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from awex_delta.testing import sglang_cpu
+from tests import sglang_cpu
 
 # Here, since the processes that SGLang starts import this module, too.
 sglang_cpu.install_engine()

@@ -15,7 +15,7 @@ from awex_delta.observe.runlog.writer import RunLog
 from awex_delta.protocol.stats import PartCount, UpdateStats
 from awex_delta.protocol.verdict import Kind, Reason, Verdict
 from awex_delta.settings.agreed import DeltaSettings
-from awex_delta.testing.browser import Browser, find_browser
+from tests.browser import Browser, find_browser
 
 CHROMIUM = find_browser()
 HOSTILE = '<script>document.title="taken"</script><img src=x onerror="document.title=1">&amp;$x$'

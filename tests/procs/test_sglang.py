@@ -22,10 +22,10 @@ from awex_delta.protocol.rendezvous import Joining, Rendezvous, host_store
 from awex_delta.protocol.sender import Sender
 from awex_delta.protocol.stats import UpdateStats
 from awex_delta.settings.agreed import DeltaSettings
-from awex_delta.testing import sglang_cpu
 from awex_delta.testing.procs import Rank, run_ranks
 from awex_delta.testing.tiny_models import TinySpec, build_trainer, hf_config
 from awex_delta.trainers.megatron import MegatronTrainer
+from tests import sglang_cpu
 
 pytestmark = [
     pytest.mark.timeout(300),

@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM
 
 from awex_delta.demo.members import tiny_spec
 from awex_delta.protocol.stats import UpdateStats
-from awex_delta.testing import sglang_cpu
 from awex_delta.testing.tiny_models import hf_config
+from tests import sglang_cpu
 from tests.procs.vllm_members import PROMPTS
 from tests.procs.vllm_training import NUM_VERSIONS, Training, plan_of
 

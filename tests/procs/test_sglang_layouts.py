@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen2MoeConfig
 from awex_delta.engines.sglang.adapter import SGLangEngine
 from awex_delta.engines.view import EngineView
 from awex_delta.errors import LayoutError
-from awex_delta.testing import sglang_cpu
 from awex_delta.testing.procs import Rank, run_ranks
 from awex_delta.testing.tiny_models import TinySpec, hf_config
+from tests import sglang_cpu
 
 pytestmark = [
     pytest.mark.timeout(200),

@@ -11,10 +11,10 @@ from awex_delta.protocol.receiver import Receiver
 from awex_delta.protocol.rendezvous import Rendezvous, host_store
 from awex_delta.protocol.sender import Sender
 from awex_delta.settings.agreed import DeltaSettings
-from awex_delta.testing.collectives import CountTraffic
 from awex_delta.testing.procs import Rank, run_ranks
 from awex_delta.testing.tiny_models import TinySpec, build_trainer, hf_config
 from awex_delta.trainers.megatron import MegatronTrainer
+from benchmarks.collectives import CountTraffic
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -11,7 +11,7 @@ import torch
 
 from awex_delta.settings.agreed import DeltaSettings
 from awex_delta.testing.dict_engine import DictEngine
-from awex_delta.testing.pairing import EngineSeat, Pairing, differing, torch_pairing
+from tests.pairing import EngineSeat, Pairing, differing, torch_pairing
 
 EMBED = "model.embed_tokens.weight"
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"

@@ -19,10 +19,10 @@ from awex_delta.protocol.stats import UpdateStats
 from awex_delta.settings.agreed import DeltaSettings
 from awex_delta.testing.dict_engine import DictEngine
 from awex_delta.testing.faults import FaultPlan
-from awex_delta.testing.pairing import differing
 from awex_delta.testing.ranks import ThreadRanks, results
 from awex_delta.trainers.torch_adamw import TorchAdamWTrainer
 from awex_delta.trainers.view import TrainerView
+from tests.pairing import differing
 from tests.ranks.conftest import BIAS, CUT, SHAPES
 
 ENGINE_SHAPES = {**SHAPES, BIAS: (4,)}

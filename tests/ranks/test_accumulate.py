@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from awex_delta.protocol.verdict import Kind, Reason
-from awex_delta.testing.pairing import Pairing
 from awex_delta.trainers.torch_adamw import TorchAdamWTrainer
+from tests.pairing import Pairing
 from tests.ranks.conftest import BIAS, EMBED, ROUTER, train, truth, wrong
 
 Make = Callable[..., Pairing]

@@ -17,9 +17,9 @@ from awex_delta.protocol.stats import UpdateStats
 from awex_delta.protocol.verdict import Kind, Reason
 from awex_delta.settings.agreed import DeltaSettings
 from awex_delta.testing.dict_engine import DictEngine
-from awex_delta.testing.pairing import EngineSeat, Outcome, Pairing, differing
 from awex_delta.trainers.ema import EmaShadow
 from awex_delta.trainers.torch_adamw import TorchAdamWTrainer
+from tests.pairing import EngineSeat, Outcome, Pairing, differing
 from tests.ranks.conftest import BIAS, CUT, EMBED, ROUTER, SETTINGS, SHAPES
 
 RANKS = 2

@@ -13,11 +13,11 @@ from awex_delta.lines.changes import Changes
 from awex_delta.protocol import staging
 from awex_delta.protocol.verdict import Kind, Reason
 from awex_delta.testing.dict_engine import DictEngine
-from awex_delta.testing.pairing import EngineSeat, Pairing
 from awex_delta.wire import codec
 from awex_delta.wire.frame import FrameIdentity
 from awex_delta.wire.registry import CODECS
 from awex_delta.wire.spans import Old
+from tests.pairing import EngineSeat, Pairing
 from tests.ranks.conftest import BIAS, DOWN, EMBED, ROUTER, train, wrong
 from tests.ranks.seams import Scatter, pack_by, write_by
 

@@ -22,8 +22,8 @@ from awex_delta.protocol.stats import UpdateStats
 from awex_delta.protocol.verdict import Kind, Reason
 from awex_delta.testing.dict_engine import DictEngine
 from awex_delta.testing.faults import InjectedFault
-from awex_delta.testing.pairing import EngineSeat, Outcome, Pairing
 from awex_delta.testing.ranks import results
+from tests.pairing import EngineSeat, Outcome, Pairing
 from tests.ranks.conftest import DOWN, EMBED, NORM, Q_PROJ, SETTINGS, SHAPES, SOON, train, wrong
 
 Make = Callable[..., Pairing]

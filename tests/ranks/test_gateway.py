@@ -16,8 +16,8 @@ from awex_delta.protocol.rendezvous import Rendezvous
 from awex_delta.protocol.sender import Sender
 from awex_delta.settings.agreed import DeltaSettings
 from awex_delta.testing.dict_engine import DictEngine
-from awex_delta.testing.pairing import differing
 from awex_delta.trainers.torch_adamw import TorchAdamWTrainer
+from tests.pairing import differing
 from tests.ranks.gateway_world import (
     PATIENCE,
     SHAPES,

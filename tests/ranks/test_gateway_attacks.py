@@ -12,7 +12,7 @@ import pytest
 
 from awex_delta.gateway import create_app
 from awex_delta.gateway import host as gateway_host
-from awex_delta.testing.pairing import differing
+from tests.pairing import differing
 from tests.ranks.gateway_world import HEADERS, TOKEN, SlowEngine, World, config, weights, world
 
 Request = Coroutine[Any, Any, httpx.Response]

@@ -14,7 +14,7 @@ from awex_delta.errors import ConnectError, LockstepError, PeerError
 from awex_delta.plan.columns import pack
 from awex_delta.protocol.stats import UpdateStats
 from awex_delta.protocol.verdict import Kind, Reason
-from awex_delta.testing.pairing import Outcome, Pairing
+from tests.pairing import Outcome, Pairing
 from tests.ranks.conftest import SETTINGS, SOON, train, wrong
 from tests.ranks.test_faults import ENGINE, TRAINER, check_recovery, errors, ready
 

@@ -10,8 +10,8 @@ import torch
 
 from awex_delta.protocol.verdict import Kind, Reason
 from awex_delta.testing.dict_engine import DictEngine
-from awex_delta.testing.pairing import EngineSeat, Pairing
 from awex_delta.trainers.torch_adamw import TorchAdamWTrainer
+from tests.pairing import EngineSeat, Pairing
 from tests.ranks.conftest import EMBED, SETTINGS, SHAPES, train, wrong
 
 Make = Callable[..., Pairing]

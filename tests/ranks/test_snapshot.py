@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from awex_delta.protocol.verdict import Kind, Reason
-from awex_delta.testing.pairing import Pairing
 from awex_delta.trainers.torch_adamw import TorchAdamWTrainer
+from tests.pairing import Pairing
 from tests.ranks.conftest import DOWN, NORM, SETTINGS, SHAPES, engine_seats, train, truth, wrong
 
 MakeOptimizer = Callable[[list[torch.Tensor]], torch.optim.Optimizer]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from awex_delta.testing.pairing import Pairing
+from tests.pairing import Pairing
 from tests.ranks.conftest import SHAPES, train, truth
 
 

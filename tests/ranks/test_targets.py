@@ -20,9 +20,9 @@ from awex_delta.protocol.verdict import Kind, Reason
 from awex_delta.settings.agreed import DeltaSettings
 from awex_delta.testing.dict_engine import DictEngine
 from awex_delta.testing.faults import FaultPlan
-from awex_delta.testing.pairing import differing
 from awex_delta.testing.ranks import ThreadRanks, results
 from awex_delta.trainers.torch_adamw import TorchAdamWTrainer
+from tests.pairing import differing
 from tests.ranks.conftest import CUT, SETTINGS, SHAPES, SOON
 
 TRAINERS = 2

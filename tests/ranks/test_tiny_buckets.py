@@ -15,10 +15,10 @@ import torch
 from awex_delta.errors import UpdateAborted
 from awex_delta.protocol.verdict import Kind
 from awex_delta.testing.dict_engine import DictEngine
-from awex_delta.testing.pairing import EngineSeat, Pairing
 from awex_delta.trainers.torch_adamw import TorchAdamWTrainer
 from awex_delta.wire.frame import FrameIdentity
 from awex_delta.wire.registry import CODECS
+from tests.pairing import EngineSeat, Pairing
 from tests.ranks.conftest import BIAS, DOWN, EMBED, NORM, Q_PROJ, ROUTER, SETTINGS, train, wrong
 from tests.ranks.seams import pack_by
 

@@ -10,7 +10,7 @@ import torch
 
 from awex_delta.protocol.verdict import Kind, Reason
 from awex_delta.testing.dict_engine import DictEngine
-from awex_delta.testing.pairing import EngineSeat, Pairing
+from tests.pairing import EngineSeat, Pairing
 from tests.ranks.conftest import BIAS, CUT, DOWN, EMBED, NORM, Q_PROJ, ROUTER, SHAPES, train, truth, wrong
 
 Make = Callable[..., Pairing]

@@ -16,8 +16,8 @@ from awex_delta.protocol import verify as verify_module
 from awex_delta.protocol.comm import Comm
 from awex_delta.protocol.verdict import Kind, Reason
 from awex_delta.testing.dict_engine import DictEngine
-from awex_delta.testing.pairing import EngineSeat, Outcome, Pairing
 from awex_delta.wire.digest import sum_at
+from tests.pairing import EngineSeat, Outcome, Pairing
 from tests.ranks.conftest import BIAS, CUT, DOWN, EMBED, NORM, Q_PROJ, ROUTER, SHAPES, train, truth, wrong
 from tests.ranks.seams import Scatter, write_by
 

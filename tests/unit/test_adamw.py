@@ -14,7 +14,7 @@ import torch
 from awex_delta.detection.adamw import AdamWStep, Examination, State, examine, invert, old_weights
 from awex_delta.errors import NumericsError
 from awex_delta.lines.bits import UNSTATED, step_code
-from awex_delta.testing.kernels import KernelForm, adamw_kernel_step, fused_multiply_add
+from tests.kernels import KernelForm, adamw_kernel_step, fused_multiply_add
 
 STEP = AdamWStep(lr=1e-5, weight_decay=0.1, beta1=0.9, beta2=0.999, eps=1e-8, step=3)
 DECAYS: tuple[Literal["in update", "subtracted", "multiplied"], ...] = (

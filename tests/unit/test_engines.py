@@ -25,7 +25,7 @@ from awex_delta.engines.transformers import TransformersEngine
 from awex_delta.engines.view import EngineTensor, EngineView, part, require_aliases
 from awex_delta.errors import CorruptFrameError, LayoutError
 from awex_delta.lines.storages import Storages
-from awex_delta.testing.fused_oracle import full_hf_state, load_hf_state
+from tests.fused_oracle import full_hf_state, load_hf_state
 
 # bf16 bits that arithmetic would not keep: quiet and signalling NaNs, -0.0, the least subnormal, infinity.
 ODD_BITS = (0x7FC1, 0x7F81, -1, -0x8000, 1, 0x7F80)

@@ -33,14 +33,12 @@ _PLAIN_METHODS = (
 class SGLangEngine:
     """One rank of an SGLang model, updated in place.
 
-    Args:
-        model: what SGLang's model runner holds, such as its `Qwen3MoeForCausalLM`, weights loaded.
+    `model` is what SGLang's model runner holds, such as its `Qwen3MoeForCausalLM`, weights loaded. Nothing is
+    checked here: `tensors` does, within `connect`, where a refusal reaches every rank at once.
 
     Attributes:
         version: the committed version; None before the first.
         device: where the weights live.
-
-    Nothing is checked here: `tensors` does, within `connect`, where a refusal reaches every rank at once.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -52,8 +50,7 @@ class SGLangEngine:
     def tensors(self) -> Sequence[EngineTensor]:
         """HF-named views of the model's parameters, in a stable order. Padding is in none of them.
 
-        Raises:
-            LayoutError: a weight is quantized, repacked or a copy, or no rule knows a layer.
+        Raises LayoutError if a weight is quantized, repacked or a copy, or no rule knows a layer.
         """
         self._parts = tuple(_parts(self._model))
         require_aliases(self._parts, self._model.parameters())
@@ -62,8 +59,7 @@ class SGLangEngine:
     def require_unmoved(self) -> None:
         """Check that SGLang still computes with the storage that `tensors` published last.
 
-        Raises:
-            LayoutError: a weight was moved, repacked or replaced. Disconnect, and connect again.
+        Raises LayoutError if a weight was moved, repacked or replaced. Disconnect, and connect again.
         """
         for old, new in zip(self._parts, _parts(self._model), strict=True):
             if _place(old) != _place(new):

@@ -30,23 +30,20 @@ class SglangControl(Protocol):
         """Let SGLang report `version` as its weight version."""
 
 
-class EngineControl:
+class EngineControl(SglangControl):
     """A `sglang.Engine` in this process. It runs a loop of its own, so nothing else may use it meanwhile.
 
-    Args:
-        engine: made with `custom_weight_loader=["awex_delta.engines.sglang.loader.load"]`.
+    Make it with `custom_weight_loader=["awex_delta.engines.sglang.loader.load"]`.
     """
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
 
     def flush(self, seconds: float) -> bool:
-        """See `SglangControl.flush`."""
         answer = self._engine.tokenizer_manager.flush_cache(timeout_s=seconds)
         return self._engine.loop.run_until_complete(answer).success is True
 
     def load(self, named_tensors: list[tuple[str, torch.Tensor]], *, flush: bool) -> None:
-        """See `SglangControl.load`."""
         try:
             _require(self._engine.begin_weight_update("target"))
             answer = self._engine.update_weights_from_tensor(
@@ -58,7 +55,6 @@ class EngineControl:
         _require(ended)
 
     def publish(self, version: str) -> None:
-        """See `SglangControl.publish`. Running requests go on."""
         from sglang.srt.managers.io_struct import UpdateWeightVersionReqInput
 
         request = UpdateWeightVersionReqInput(new_version=version, abort_all_requests=False)
@@ -73,6 +69,10 @@ def _require(answer: Any) -> None:
 class SglangDriver:
     """Connects one SGLang engine to a trainer, and moves it from version to version.
 
+    Attributes:
+        version: the last published version; None before the first.
+        in_doubt: True from the begin of an update until it is published: nobody said what the workers hold.
+
     Example:
         >>> driver = SglangDriver(EngineControl(engine), joining)  # doctest: +SKIP
         >>> driver.update_weights(version)  # while the trainer's ranks do the same  # doctest: +SKIP
@@ -80,26 +80,11 @@ class SglangDriver:
     """
 
     def __init__(self, control: SglangControl, joining: Joining) -> None:
-        """Nothing is called yet.
-
-        Args:
-            control: the engine.
-            joining: the pairing, and the engine's place in it.
-        """
+        """Nothing is called yet. `joining` is the pairing, and the engine's place in it."""
         self._control = control
         self._joining = joining
-        self._version: int | None = None
-        self._in_doubt = False
-
-    @property
-    def version(self) -> int | None:
-        """The last published version; None before the first."""
-        return self._version
-
-    @property
-    def in_doubt(self) -> bool:
-        """True from the begin of an update until it is published: nobody said what the workers hold."""
-        return self._in_doubt
+        self.version: int | None = None
+        self.in_doubt = False
 
     def connect(self) -> None:
         """Let the workers meet the trainer. Whether they did, the trainer's `connect` tells.
@@ -111,14 +96,12 @@ class SglangDriver:
     def update_weights(self, version: int) -> None:
         """Let the workers take part in one update. Whether it was committed, the trainer tells.
 
-        Requests that run get 10 s to end; what runs longer has to be paused or retracted before.
-
-        Raises:
-            UpdateError: SGLang refused, or did not drop its cache.
+        Requests that run get 10 s to end; what runs longer has to be paused or retracted before. Raises
+        UpdateError if SGLang refused, or did not drop its cache.
 
         Collective: over all trainer and engine ranks.
         """
-        self._in_doubt = True
+        self.in_doubt = True
         # A request counts as running for a moment after its answer, and SGLang would refuse to drop what the
         # old weights cached. At once first: paused, with requests that wait, it can, and is never idle.
         # Whether one runs even longer, the update tells.
@@ -129,7 +112,7 @@ class SglangDriver:
     def publish(self, version: int) -> None:
         """Let SGLang report a version that the trainer has committed."""
         self._control.publish(str(version))
-        self._version, self._in_doubt = version, False
+        self.version, self.in_doubt = version, False
 
     def disconnect(self) -> None:
         """Leave the pairing; the weights stay as they are."""

@@ -74,14 +74,7 @@ _attached: WeakKeyDictionary[nn.Module, Attached] = WeakKeyDictionary()
 
 
 def message(action: Action, joining: Joining, *, version: int = -1) -> list[tuple[str, torch.Tensor]]:
-    """The `named_tensors` of a request.
-
-    Args:
-        action, joining, version: what the workers are to do; see `Instruction`.
-
-    Returns:
-        One named tensor: the JSON text of an `Instruction` as uint8, on the CPU.
-    """
+    """The `named_tensors` of a request: the JSON text of an `Instruction` as one uint8 tensor on the CPU."""
     instruction = Instruction(action=action, joining=joining, version=version)
     text = bytearray(instruction.model_dump_json().encode())
     return [(TENSOR_NAME, torch.frombuffer(text, dtype=torch.uint8))]
@@ -93,14 +86,9 @@ def attached(model: nn.Module) -> Attached | None:
 
 
 def load(model: nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
-    """Carry out the instruction of a request; SGLang calls this, in every worker.
+    """Carry out the instruction of a request, which `message` made; SGLang calls this, in every worker.
 
-    Args:
-        model: the live model of this worker.
-        named_tensors: what `message` made.
-
-    Raises:
-        AwexDeltaError: weights were written and not committed. SGLang must not go on serving them.
+    Raises AwexDeltaError if weights were written and not committed. SGLang must not go on serving them.
 
     Collective: over the trainer's and all engines' ranks, for "connect" and "update".
     """

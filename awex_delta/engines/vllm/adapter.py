@@ -49,14 +49,12 @@ class VllmEngine:
     """One worker's share of a vLLM model, updated in place.
 
     Args:
-        model: what the worker's model runner serves: the whole causal language model.
+        model: what the worker's model runner serves: the whole causal language model. LayoutError if a weight
+            is quantized, was repacked after loading, lies elsewhere than vLLM's loader writes it, or belongs
+            to a layer that is not known here. The weights are as before.
 
     Attributes:
         version: the committed version; None before the first.
-
-    Raises:
-        LayoutError: a weight is quantized, was repacked after loading, lies elsewhere than vLLM's
-            loader writes it, or belongs to a layer that is not known here. The weights are as before.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -77,8 +75,7 @@ class VllmEngine:
     def synchronize(self) -> None:
         """Block until writes to the weights are done on the device.
 
-        Raises:
-            LayoutError: the storage of a weight moved, so that captured graphs would read freed memory.
+        Raises LayoutError if the storage of a weight moved, so that captured graphs would read freed memory.
         """
         if self._device.type != "cpu":
             torch.accelerator.synchronize(self._device)

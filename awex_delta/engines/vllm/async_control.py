@@ -7,6 +7,8 @@ from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from awex_delta.engines.vllm.driver import VllmControl
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Info:
@@ -16,15 +18,11 @@ class _Info:
     update_info: Mapping[str, Any] | None = None
 
 
-class AsyncControl:
+class AsyncControl(VllmControl):
     """A `VllmControl` over an `AsyncLLM` object in this process.
 
-    Call it from any thread but that of the loop, which would wait for itself.
-
-    Args:
-        llm: a `vllm.AsyncLLM` made with `weight_transfer_config={"backend": "awex_delta"}`.
-        loop: the running loop that `llm` belongs to.
-        timeout_seconds: longest wait for any answer; more than an update may take.
+    Call it from any thread but that of `loop`, to which `llm` belongs: it would wait for itself. Make `llm`
+    with `weight_transfer_config={"backend": "awex_delta"}`. An update must take less than `timeout_seconds`.
     """
 
     def __init__(self, llm: Any, loop: asyncio.AbstractEventLoop, *, timeout_seconds: float = 3600.0) -> None:
@@ -33,40 +31,32 @@ class AsyncControl:
         self._timeout_seconds = timeout_seconds
 
     def pause(self, mode: str) -> None:
-        """See `VllmControl.pause`. The caches stay: they are dropped after the commit."""
+        # The caches stay: they are dropped after the commit.
         self._wait(self._llm.pause_generation(mode=mode, clear_cache=False))
 
     def resume(self) -> None:
-        """See `VllmControl.resume`."""
         self._wait(self._llm.resume_generation())
 
     def paused(self) -> bool:
-        """See `VllmControl.paused`."""
         return bool(self._wait(self._llm.is_paused()))
 
     def init(self, info: Mapping[str, Any]) -> None:
-        """See `VllmControl.init`."""
         self._wait(self._llm.init_weight_transfer_engine(_Info(init_info=dict(info))))
 
     def start(self) -> None:
-        """See `VllmControl.start`."""
         self._wait(self._llm.start_weight_update())
 
     def update(self, info: Mapping[str, Any]) -> None:
-        """See `VllmControl.update`."""
         self._wait(self._llm.update_weights(_Info(update_info=dict(info))))
 
     def finish(self, version: str) -> None:
-        """See `VllmControl.finish`."""
         self._wait(self._llm.finish_weight_update(weight_version=version))
 
     def reset_prefix_cache(self, *, running: bool) -> bool:
-        """See `VllmControl.reset_prefix_cache`."""
         answer = self._llm.reset_prefix_cache(reset_running_requests=running, reset_connector=True)
         return bool(self._wait(answer))
 
     def leave(self) -> None:
-        """See `VllmControl.leave`."""
         self._wait(self._llm.shutdown_weight_transfer_engine())
 
     def _wait(self, answer: Coroutine[Any, Any, Any]) -> Any:

@@ -49,14 +49,7 @@ class VllmTransferEngine(WeightTransferEngine):  # type: ignore[misc] # vLLM is 
         rank, engine = self._place(joining)
         with set_current_vllm_config(self.vllm_config):
             view = VllmEngine(self.model)
-        receiver = Receiver(
-            view,
-            joining.rendezvous,
-            rank,
-            engine,
-            joining.settings,
-            device=self.device,
-        )
+        receiver = Receiver(view, joining.rendezvous, rank, engine, joining.settings, device=self.device)
         try:
             receiver.connect()
         except ConnectError:
@@ -72,9 +65,7 @@ class VllmTransferEngine(WeightTransferEngine):  # type: ignore[misc] # vLLM is 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Take part in one update, to its commit. It is full if weights were lost since the last one.
 
-        Raises:
-            UpdateError: it did not commit; says whether the weights are still the version before.
-
+        Raises UpdateError if it did not commit; that says whether the weights are still the version before.
         Collective: over all trainer and engine ranks.
         """
         receiver = self._connected()

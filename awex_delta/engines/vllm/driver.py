@@ -58,54 +58,41 @@ class VllmControl(Protocol):
         """`shutdown_weight_transfer_engine` in every worker, which closes its connection to the trainer."""
 
 
-class OfflineControl:
-    """An `LLM` object in this process.
-
-    Args:
-        llm: a `vllm.LLM` made with `weight_transfer_config={"backend": "awex_delta"}`.
-    """
+class OfflineControl(VllmControl):
+    """An `LLM` object in this process, made with `weight_transfer_config={"backend": "awex_delta"}`."""
 
     def __init__(self, llm: Any) -> None:
         self._llm = llm
 
     def pause(self, mode: str) -> None:
-        """See `VllmControl.pause`. An engine core inside this process cannot wait."""
-        self._llm.sleep(level=0, mode=mode)
+        self._llm.sleep(level=0, mode=mode)  # an engine core inside this process cannot wait
 
     def resume(self) -> None:
-        """See `VllmControl.resume`."""
         self._llm.wake_up(tags=["scheduling"])
 
     def paused(self) -> bool:
-        """See `VllmControl.paused`."""
         return bool(self._llm.llm_engine.is_sleeping())
 
     def init(self, info: Mapping[str, Any]) -> None:
-        """See `VllmControl.init`."""
         self._llm.init_weight_transfer_engine({"init_info": dict(info)})
 
     def start(self) -> None:
-        """See `VllmControl.start`."""
         self._llm.start_weight_update()
 
     def update(self, info: Mapping[str, Any]) -> None:
-        """See `VllmControl.update`."""
         self._llm.update_weights({"update_info": dict(info)})
 
     def finish(self, version: str) -> None:
-        """See `VllmControl.finish`."""
         self._llm.finish_weight_update(weight_version=version)
 
     def reset_prefix_cache(self, *, running: bool) -> bool:
-        """See `VllmControl.reset_prefix_cache`."""
         return bool(self._llm.reset_prefix_cache(reset_running_requests=running, reset_connector=True))
 
     def leave(self) -> None:
-        """See `VllmControl.leave`."""
         self._llm.collective_rpc("shutdown_weight_transfer_engine")
 
 
-class HttpControl:
+class HttpControl(VllmControl):
     """A server started with `VLLM_SERVER_DEV_MODE=1`, which opens vLLM's weight-transfer routes.
 
     Args:
@@ -120,41 +107,34 @@ class HttpControl:
         self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
 
     def pause(self, mode: str) -> None:
-        """See `VllmControl.pause`. The caches stay: they are dropped after the commit."""
+        # The caches stay: they are dropped after the commit.
         self._post("pause", params={"mode": mode, "clear_cache": "false"})
 
     def resume(self) -> None:
-        """See `VllmControl.resume`."""
         self._post("resume")
 
     def paused(self) -> bool:
-        """See `VllmControl.paused`. Anything but a clear no means yes: requests stay stopped then."""
+        # Anything but a clear no means yes: requests stay stopped then.
         return self._call("GET", "is_paused").get("is_paused") is not False
 
     def init(self, info: Mapping[str, Any]) -> None:
-        """See `VllmControl.init`."""
         self._post("init_weight_transfer_engine", json={"init_info": dict(info)})
 
     def start(self) -> None:
-        """See `VllmControl.start`."""
         self._post("start_weight_update")
 
     def update(self, info: Mapping[str, Any]) -> None:
-        """See `VllmControl.update`."""
         self._post("update_weights", json={"update_info": dict(info)})
 
     def finish(self, version: str) -> None:
-        """See `VllmControl.finish`."""
         self._post("finish_weight_update", json={"weight_version": version})
 
     def reset_prefix_cache(self, *, running: bool) -> bool:
-        """See `VllmControl.reset_prefix_cache`."""
         flags = {"reset_running_requests": str(running).lower(), "reset_external": "true"}
         answer = self._post("reset_prefix_cache", params=flags)
         return answer.get("success") is True
 
     def leave(self) -> None:
-        """See `VllmControl.leave`."""
         self._post("shutdown_weight_transfer_engine")
 
     def _post(self, route: str, **body: Any) -> dict[str, Any]:
@@ -191,6 +171,10 @@ class HttpControl:
 class VllmDriver:
     """Connects one vLLM deployment to a trainer, and moves it from version to version.
 
+    Attributes:
+        version: the last version that this driver brought the deployment to; None before the first.
+        stopped: True from before requests are stopped until vLLM says that it schedules them again.
+
     Example:
         >>> driver = VllmDriver(OfflineControl(llm))  # doctest: +SKIP
         >>> driver.connect(init_info(rendezvous, settings))  # doctest: +SKIP
@@ -198,32 +182,17 @@ class VllmDriver:
     """
 
     def __init__(self, control: VllmControl, *, running: Running = "pause") -> None:
-        """Check the arguments; nothing is called yet.
+        """Call nothing yet. `running` says what becomes of running requests during an update.
 
-        Args:
-            control: the deployment.
-            running: what becomes of running requests during an update.
-
-        Raises:
-            ConfigError: `running` is not known.
+        Raises ConfigError if `running` is not known.
         """
         if running not in get_args(Running):
             raise ConfigError(f"running={running!r}: give one of {', '.join(get_args(Running))}")
         self._control = control
         self._running: Running = running
-        self._stopped = False
+        self.stopped = False
         self._keep_stopped = False
-        self._version: int | None = None
-
-    @property
-    def version(self) -> int | None:
-        """The last version that this driver brought the deployment to; None before the first."""
-        return self._version
-
-    @property
-    def stopped(self) -> bool:
-        """True from before requests are stopped until vLLM says that it schedules them again."""
-        return self._stopped
+        self.version: int | None = None
 
     def connect(self, info: Mapping[str, Any]) -> None:
         """Meet the trainer; requests stand still meanwhile. Returns once all ranks agreed on the plan.
@@ -232,16 +201,12 @@ class VllmDriver:
         stay so: a failed update may have stopped them, through this driver or through one of a process
         that is gone, and the weights may be a mixture.
 
-        Args:
-            info: from `init_info`.
-
-        Raises:
-            UpdateError: vLLM does not let requests go on.
+        `info` is from `init_info`. Raises UpdateError if vLLM does not let requests go on.
 
         Collective: over all trainer and engine ranks: the trainer's `connect` must run meanwhile.
         """
         self._keep_stopped = self._keep_stopped or self._control.paused()
-        self._stopped = True
+        self.stopped = True
         self._control.pause("keep")
         try:
             self._control.init(info)
@@ -250,25 +215,20 @@ class VllmDriver:
                 self.resume()
 
     def update_weights(self, version: int) -> None:
-        """Take the deployment to `version`, drop its prefix cache once, and let requests go on.
+        """Take the deployment to the version that the trainer sends meanwhile, and let requests go on.
 
-        Args:
-            version: the one that the trainer sends meanwhile.
-
-        Raises:
-            UpdateError: the cache could not be dropped, or vLLM does not let requests go on. They stay
-                stopped.
-
-        Whatever else vLLM raises when a worker fails passes through, and requests stay stopped.
+        Its prefix cache is dropped once. Raises UpdateError if that fails, or if vLLM does not let requests
+        go on. Whatever vLLM raises when a worker fails passes through. In all these cases requests stay
+        stopped.
 
         Collective: over all trainer and engine ranks.
         """
-        self._stopped = self._keep_stopped = True
+        self.stopped = self._keep_stopped = True
         self._control.pause(_MODES[self._running])
         self._control.start()
         self._control.update({"version": version})
         self._control.finish(str(version))
-        self._version = version
+        self.version = version
         if not self._control.reset_prefix_cache(running=self._running == "pause"):
             raise UpdateError(
                 f"version {version} is committed, but vLLM did not drop its prefix cache, which the old "
@@ -283,8 +243,7 @@ class VllmDriver:
     def resume(self) -> None:
         """Let requests go on after a failed update, with the weights as they are.
 
-        Raises:
-            UpdateError: vLLM says afterwards that it schedules none.
+        Raises UpdateError if vLLM says afterwards that it schedules none.
         """
         self._control.resume()
         if self._control.paused():
@@ -292,7 +251,7 @@ class VllmDriver:
                 "vLLM was told to schedule requests again, and says that it does not (is it asleep?): "
                 "wake it up, then update again"
             )
-        self._stopped = self._keep_stopped = False
+        self.stopped = self._keep_stopped = False
 
 
 def init_info(

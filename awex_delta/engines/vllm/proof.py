@@ -27,14 +27,8 @@ _PLAIN_EXPERT_KERNELS = ("TRITON", "BATCHED_TRITON")
 def prove(model: nn.Module, parts: Sequence[EngineTensor]) -> None:
     """Show that every view is where vLLM loads its HF tensor, and that its layer computes with it.
 
-    Requests must not run meanwhile. Needs a copy of one storage at a time.
-
-    Args:
-        model: the model that the worker serves.
-        parts: HF-named views of its parameters.
-
-    Raises:
-        LayoutError: names the tensor or layer for which it does not hold. The weights are as before.
+    Requests must not run meanwhile. Needs a copy of one storage at a time. The weights are as before, also
+    if it raises LayoutError, which names the tensor or layer for which it does not hold.
     """
     by_storage: dict[int, list[EngineTensor]] = {}
     for entry in parts:

@@ -55,16 +55,11 @@ class Entry:
 class Checkpoint:
     """A HF checkpoint: a folder of safetensors, sharded or not, or one safetensors file.
 
-    Attributes:
-        entries: by HF name.
+    entries: by HF name.
     """
 
     def __init__(self, path: Path) -> None:
-        """Read the headers; no weight yet.
-
-        Raises:
-            ConfigError: it is no such checkpoint, or files of it are missing or damaged.
-        """
+        """Read the headers; no weight yet. Raises ConfigError for files that are missing or damaged."""
         self.path = path
         self.entries: dict[str, Entry] = {}
         self._handles: dict[str, Any] = {}
@@ -113,9 +108,7 @@ class Checkpoint:
     def digest(self, name: str, *, salted_as: str | None = None) -> int:
         """The digest of a tensor, as `awex_delta.wire.digest.digest` takes it of the whole.
 
-        Args:
-            name: own name here.
-            salted_as: the name that the other side hashed it under, where that is another one.
+        salted_as: the name that the other side hashed it under, where that is another one.
         """
         total, start = 0, 0
         for piece in self.pieces(name):

@@ -53,20 +53,12 @@ _DIGEST_FILE = TypeAdapter(DigestFile)
 
 
 class DigestedState:
-    """Digests that the ranks of one engine wrote down.
-
-    Attributes:
-        entries: by HF name.
-    """
+    """Digests that the ranks of one engine wrote down. entries: by HF name."""
 
     def __init__(self, texts: Mapping[str, str | bytes]) -> None:
-        """Add up the ranks' parts.
+        """Add up the ranks' parts: JSON texts by where each came from.
 
-        Args:
-            texts: where it came from, and the JSON.
-
-        Raises:
-            ConfigError: a text is no such JSON, ranks contradict each other, or parts are missing.
+        Raises ConfigError if a text is no such JSON, ranks contradict each other, or parts are missing.
         """
         self.entries: dict[str, Entry] = {}
         self._digests: dict[str, int] = {}
@@ -106,8 +98,7 @@ class DigestedState:
 def digests_of(view: EngineView) -> dict[str, Any]:
     """What `DigestedState` reads, of one engine rank's live weights: write it with `json.dump`.
 
-    Args:
-        view: the engine's adapter. Only read; must not be updated meanwhile.
+    The view is only read, and must not be updated meanwhile.
     """
     tensors: dict[str, Any] = {}
     for tensor in view.tensors():
@@ -122,11 +113,9 @@ def digests_of(view: EngineView) -> dict[str, Any]:
 
 
 def digest_of_part(tensor: EngineTensor, salted_as: str) -> int:
-    """The digest of a part of a tensor, at its place in the whole.
+    """The digest of a part of a tensor, at its place in the whole, of which a piece is read at a time.
 
-    Args:
-        tensor: live; read a bounded number of elements at a time.
-        salted_as: name that sets the tensor apart from others.
+    salted_as: name that sets the tensor apart from others.
     """
     part = tensor.view.detach()
     if tuple(part.shape) == tensor.global_shape:

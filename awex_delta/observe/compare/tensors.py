@@ -48,10 +48,6 @@ def compare(trainer: Checkpoint, engine: Side) -> Iterator[Compared]:
     """Compare every tensor that either side has, in the trainer's order, then the engine's own.
 
     A tied lm_head that only one side stores is compared with the other side's embedding.
-
-    Args:
-        trainer: what should be.
-        engine: what is.
     """
     for name, entry in trainer.entries.items():
         other = engine.find(name)

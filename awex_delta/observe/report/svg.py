@@ -66,30 +66,21 @@ def styled() -> AbstractContextManager[None]:
 
 
 class Canvas:
-    """One figure while it is drawn, under `styled()`.
+    """One figure while it is drawn on `axes`, under `styled()`.
 
-    Attributes:
-        axes: where to draw.
-        wide: False for the variant that phones show.
+    wide: False for the variant that phones show.
     """
 
     def __init__(self, *, wide: bool, height: float = 2.4) -> None:
-        """Open a figure.
-
-        Args:
-            wide: 7.6 inches, else 3.6.
-            height: in inches.
-        """
+        """Open a figure of 7.6 inches if wide, else 3.6; `height` is in inches."""
         self.wide = wide
         self._figure = Figure(figsize=(7.6 if wide else 3.6, height), layout="constrained")
         self.axes: Axes = self._figure.subplots()
 
     def svg(self, name: str, alt: str) -> str:
-        """Close the figure.
+        """Close the figure, whose name is unique on the page and keeps the identifiers of figures apart.
 
-        Args:
-            name: unique on the page; keeps the identifiers of figures apart.
-            alt: what the picture shows, for who does not see it.
+        alt: what the picture shows, for those who do not see it.
         """
         buffer = io.StringIO()
         nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))

@@ -35,15 +35,10 @@ class RunHistory:
 
 
 def read_run(path: str | Path) -> RunHistory:
-    """Read a RUN.jsonl, and the files of the other ranks beside it.
+    """Read a RUN.jsonl, rank 0's file, and the files of the other ranks beside it.
 
-    A line that was cut short, because the training was killed while it wrote, is left out and noted.
-
-    Args:
-        path: rank 0's file.
-
-    Raises:
-        ConfigError: there is no such file, or a line is none of this format; names file and line.
+    A line that was cut short, because the training was killed while it wrote, is left out and noted. Raises
+    ConfigError, which names file and line, if there is no such file, or a line is none of this format.
     """
     path = Path(path)
     headers, updates, notes = _read_file(path)

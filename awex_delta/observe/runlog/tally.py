@@ -14,14 +14,10 @@ _EXPERT = re.compile(r"\.\d+(?=\.)|(?<=weight)\d+$")
 
 
 def count_parts(routes: Mapping[str, Route], changed: Mapping[str, int]) -> tuple[PartCount, ...]:
-    """Sum what changed over the parameters of each layer and kind.
+    """Sum what changed over the parameters of each layer and kind, in the order of the model.
 
-    Args:
-        routes: by parameter key; their HF names tell the layer.
-        changed: elements by parameter key; a key that is not listed did not change.
-
-    Returns:
-        One count for each place where this rank owns something, in the order of the model.
+    A place counts where this rank owns something. A parameter key that `changed` does not list did not
+    change.
     """
     found: Counter[tuple[int | None, str]] = Counter()
     owned: Counter[tuple[int | None, str]] = Counter()
@@ -39,11 +35,9 @@ def count_parts(routes: Mapping[str, Route], changed: Mapping[str, int]) -> tupl
 
 
 def place_of(param: str, outputs: list[str]) -> tuple[int | None, str]:
-    """Layer and kind of a parameter.
+    """Layer and kind of a parameter, by its HF names, whose layer number counts over the whole model.
 
-    Args:
-        param: the trainer's name, whose layer number may count from its pipeline stage.
-        outputs: its HF names, whose layer number counts over the whole model.
+    The layer number in the trainer's name may count from its pipeline stage.
     """
     layers = [int(match[1]) for name in outputs if (match := _LAYER.search(name))]
     inner = _LAYER.search(param)

@@ -11,7 +11,7 @@ import os
 import platform
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Literal
@@ -164,23 +164,13 @@ class RunLog:
         verdict = stats.verdict
         self._write(
             UpdateLine(
+                **{one.name: getattr(stats, one.name) for one in fields(stats) if one.name != "verdict"},
                 time=time.time(),
-                version=stats.version,
                 kind=verdict.kind.value,
                 reason=verdict.reason.name,
                 text=verdict.reason.text,
                 detail=verdict.detail,
                 seats=verdict.ranks,
-                wire_bytes=stats.wire_bytes,
-                num_elements=stats.num_elements,
-                num_changed=stats.num_changed,
-                num_owned=stats.num_owned,
-                total_wire_bytes=stats.total_wire_bytes,
-                total_changed=stats.total_changed,
-                total_owned=stats.total_owned,
-                full_bytes=stats.full_bytes,
-                verified=stats.verified,
-                seconds=dict(stats.seconds),
                 changed_by=tuple(Part(**asdict(part)) for part in changed_by),
                 digests=dict(digests or {}),
                 extra=dict(extra or {}),

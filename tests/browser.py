@@ -57,7 +57,7 @@ class Browser:
         self._in, its_out = os.pipe()
         # Chromium reads from descriptor 3 and writes to 4; the shell puts them there.
         command = f'exec "$0" "$@" 3<&{its_in} 4>&{its_out}'
-        self._process = subprocess.Popen(  # noqa: S603 - a browser that the test found
+        self._process = subprocess.Popen(
             ["/bin/bash", "-c", command, executable, *_FLAGS, f"--user-data-dir={profile}"],
             pass_fds=(its_in, its_out),
             stdout=subprocess.DEVNULL,

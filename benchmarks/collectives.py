@@ -14,10 +14,8 @@ from torch.utils._pytree import tree_leaves
 class CountTraffic(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the operations of this thread on process groups: all of them pass torch's dispatcher.
 
-    Compiled functions run uncompiled under it, so do not time it.
-
-    Attributes:
-        num_calls, num_bytes: by name of the group, calls and bytes of the tensors handed to them.
+    Compiled functions run uncompiled under it, so do not time it. `num_calls` and `num_bytes` are by name of
+    the group, the bytes those of the tensors handed to them.
     """
 
     def __init__(self) -> None:
