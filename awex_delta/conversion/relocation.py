@@ -19,11 +19,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from awex_delta.lines.storages import BITS, bits
+
 Converter = Callable[[torch.Tensor], Sequence[tuple[str, torch.Tensor]]]
 Outputs = Sequence[tuple[str, torch.Tensor]]
 
 _LOWEST_EXPONENT_BIT = {torch.bfloat16: 7, torch.float16: 10, torch.float32: 23}
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)|\d+$")  # of a layer or an expert: `layers.3.`, `weight17`
 _READ_FULLY = 1 << 18
 _WINDOWS, _WINDOW_STEP = 1 << 14, 64
@@ -140,7 +141,7 @@ class _RandomBits:
         words = torch.empty(-(-numel * dtype.itemsize // 8), dtype=torch.int64, device="cpu")
         words.random_(-(2**63), None, generator=self._generator)
         # An even exponent is never that of NaN, whose payload a cast may change.
-        words.view(_BITS[dtype.itemsize]).bitwise_and_(~(1 << _LOWEST_EXPONENT_BIT[dtype]))
+        words.view(BITS[dtype.itemsize]).bitwise_and_(~(1 << _LOWEST_EXPONENT_BIT[dtype]))
         values = words.view(dtype)
         # Small parameters must meet both zeros too: adding zero makes 0.0 of -0.0.
         early = _WINDOWS * _WINDOW_STEP
@@ -240,14 +241,9 @@ def _moved(values: torch.Tensor, guess: Sequence[Relocation], outputs: Outputs) 
     if [(name, tuple(out.shape), out.dtype) for name, out in outputs] != agreed:
         return False
     for one, (_, output) in zip(guess, outputs, strict=True):
-        after = _bits(output.reshape(-1))
+        after = bits(output.reshape(-1))
         for src, dst, length in torch.stack((one.src, one.dst, one.length)).T.tolist():
-            before = _bits(values[src : src + length].to(one.dtype))
+            before = bits(values[src : src + length].to(one.dtype))
             if not torch.equal(before, after[dst : dst + length]):
                 return False
     return True
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The same storage as integers, so that -0.0 differs from 0.0."""
-    return tensor.view(_BITS[tensor.element_size()])

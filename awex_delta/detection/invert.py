@@ -25,7 +25,7 @@ from awex_delta.lines.bits import UNSTATED, step_code
 from awex_delta.lines.changes import Changes, joined
 from awex_delta.protocol.verdict import Reason
 
-Plan = Callable[[OwnedSlice], AdamWStep | Reason | None]
+StepOf = Callable[[OwnedSlice], AdamWStep | Reason | None]
 """Which step to invert for a slice; None when no step moved it since the commit; or why neither is known."""
 
 _OldWeights = Callable[
@@ -91,13 +91,15 @@ class _Step:
     slices: Sequence[OwnedSlice]
 
 
-def detect_changes(slices: Iterable[OwnedSlice], plan: Plan, *, compiled: bool | None = None) -> Detection:
+def detect_changes(
+    slices: Iterable[OwnedSlice], step_of: StepOf, *, compiled: bool | None = None
+) -> Detection:
     """Find a certified superset of the bf16 weights that changed since the last commit.
 
     Args:
         slices: the owned ranges with their live optimizer state, in the order of the trainer's line. Read
             only; nothing is kept.
-        plan: asked once for each slice.
+        step_of: asked once for each slice.
         compiled: True compiles (falling back to eager where no compiler works), False does not, None
             decides by the number of elements. The answer is certified either way.
 
@@ -116,7 +118,7 @@ def detect_changes(slices: Iterable[OwnedSlice], plan: Plan, *, compiled: bool |
         numel = owned.stop - owned.start
         if numel:
             num_owned += numel
-            planned = plan(owned)
+            planned = step_of(owned)
             refusals += _refusals(owned, numel, planned)
             same = moved.setdefault(planned, []) if isinstance(planned, AdamWStep) else unmoved
             same.append(owned)
@@ -136,10 +138,10 @@ def detect_changes(slices: Iterable[OwnedSlice], plan: Plan, *, compiled: bool |
     return Detection(changes=changes, num_owned=num_owned)
 
 
-def detect_or_doubt(slices: Sequence[OwnedSlice], plan: Plan) -> Detection:
+def detect_or_doubt(slices: Sequence[OwnedSlice], step_of: StepOf) -> Detection:
     """What changed, where nobody waits for an error: training goes on, and the next update is full."""
     try:
-        return detect_changes(slices, plan)
+        return detect_changes(slices, step_of)
     except (UnsupportedError, RuntimeError, MemoryError) as error:
         return failed(error)
 

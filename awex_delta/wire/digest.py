@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 
 from awex_delta.errors import NumericsError
+from awex_delta.lines.storages import BITS
 
 MODULUS = 1 << 64
 """Digests are whole numbers below this, and are added modulo it."""
@@ -27,7 +28,6 @@ MODULUS = 1 << 64
 _GOLDEN = 0x9E3779B97F4A7C15 - MODULUS  # torch has no arithmetic on uint64: the same bits, as int64
 _MULTIPLIERS = (0xBF58476D1CE4E5B9 - MODULUS, 0x94D049BB133111EB - MODULUS)
 _SHIFTS = (30, 27, 31)
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 # Elements at a time: eager, what stays in a processor's cache; elsewhere, what hides the cost of a call.
 _EAGER_PIECE = 1 << 16
@@ -171,16 +171,16 @@ def as_unsigned(total: torch.Tensor) -> int:
 
 def _flat_pieces(tensor: torch.Tensor, piece: int) -> Iterator[torch.Tensor]:
     """The bits of a tensor, row by row, as flat integers; of a strided one some rows are copied at a time."""
-    if tensor.element_size() not in _BITS or tensor.is_complex():
+    if tensor.element_size() not in BITS or tensor.is_complex():
         raise NumericsError(f"no digest of {tensor.dtype}: give a tensor of 1, 2, 4 or 8 bytes an element")
     if not tensor.numel():
         return
     if tensor.is_contiguous():
-        yield from torch.split(tensor.view(-1).view(_BITS[tensor.element_size()]), piece)
+        yield from torch.split(tensor.view(-1).view(BITS[tensor.element_size()]), piece)
         return
     rows = max(1, piece * tensor.shape[0] // tensor.numel())
     for block in torch.split(tensor, rows):
-        yield from torch.split(block.reshape(-1).view(_BITS[tensor.element_size()]), piece)
+        yield from torch.split(block.reshape(-1).view(BITS[tensor.element_size()]), piece)
 
 
 def _scalar(value: int, device: torch.device) -> torch.Tensor:
