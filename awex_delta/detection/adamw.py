@@ -202,10 +202,10 @@ def old_weights(
     weight: torch.Tensor,
     coefficients: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The weights before the step, and where they are certain.
+    """The weights before the step, and which of them are certain.
 
-    An old weight is not certain where the interval of old masters holds a rounding boundary, nor where
-    anything is irregular: a weight that is zero, not finite or not its rounded master, and moments that are
+    An old weight is not certain if the interval of old masters holds a rounding boundary, or if anything is
+    irregular: a weight that is zero, not finite or not its rounded master, and moments that are
     invalid or out of range. So `examine` has to see no other elements.
 
     One expression without 16-bit integers, which compilers for CPUs handle one at a time, so that it
@@ -230,7 +230,7 @@ def old_weights(
     low = (main + (move - error)).to(torch.bfloat16)
     high = (main + (move + error)).to(torch.bfloat16)
     certain = (
-        (low == high)  # of equal sign as well: they are farther apart than the smallest numbers
+        (low == high)  # never -0.0 and 0.0: they are farther apart than the smallest numbers
         & (low.abs() <= _LARGEST)
         & (main.to(torch.bfloat16) == weight)
         & (exp_avg_sq >= min_sq)

@@ -1,9 +1,9 @@
 """Owned slices -> the elements that one optimizer step changed. Rank-local, without a snapshot.
 
-A slice is read once, in pieces, by one fused expression that is compiled where that pays. The few elements
+A slice is read once, in pieces, by one fused expression that is compiled if that pays. The few elements
 whose old weight is not certain are looked at again, exactly. Besides the returned indices and codes, and a
-copy of those of one slice while they are joined, extra memory stays below 64 MiB where few elements changed
-(20 MiB at 1 %), and below 128 MiB where all did.
+copy of those of one slice while they are joined, extra memory stays below 64 MiB if few elements changed
+(20 MiB at 1 %), and below 128 MiB if all did.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from awex_delta.lines.changes import Changes, joined
 from awex_delta.protocol.verdict import Reason
 
 StepOf = Callable[[OwnedSlice], AdamWStep | Reason | None]
-"""Which step to invert for a slice; None when no step moved it since the commit; or why neither is known."""
+"""Says which step to invert for a slice; None if no step moved it since the commit; or why it is unknown."""
 
 _OldWeights = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]
@@ -42,8 +42,8 @@ _WORTH_COMPILING = 1 << 24
 # Shorter pieces gain nothing, and torch would compile again for sizes 0 and 1.
 _SHORTEST_COMPILED = 1 << 12
 
-# Otherwise compilers keep a value that was cast to bf16 and back in fp32, unrounded; and the bound allows for
-# every order of operations but one, so that sums are not to be rearranged.
+# Otherwise compilers keep a value that was cast to bf16 and back in fp32, unrounded; and they might
+# rearrange `main + (move - error)`, which is the one order of operations that the bound needs.
 _COMPILE_OPTIONS: dict[str, str | int | bool | Callable[..., object]] = {
     "emulate_precision_casts": True,
     "cpp.enable_unsafe_math_opt_flag": False,
@@ -63,7 +63,7 @@ class _Refusal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Doubt:
-    """What holds of some slice of a piece if `flag`, a bool scalar still on the device, is true."""
+    """A reason that some slice of a piece gives if `flag`, a bool scalar still on the device, is true."""
 
     reason: Reason
     piece: Piece
@@ -84,7 +84,7 @@ class _Pass:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Step:
-    """One distinct step, and the slices that it moved. coefficients: on their device."""
+    """One distinct step, and the slices that it moved. coefficients: on the device of the slices."""
 
     inversion: adamw.Inversion
     coefficients: torch.Tensor
@@ -100,7 +100,7 @@ def detect_changes(
         slices: the owned ranges with their live optimizer state, in the order of the trainer's line. Read
             only; nothing is kept.
         step_of: asked once for each slice.
-        compiled: True compiles (falling back to eager where no compiler works), False does not, None
+        compiled: True compiles (falling back to eager if no compiler works), False does not, None
             decides by the number of elements. The answer is certified either way.
 
     Returns:
@@ -139,7 +139,7 @@ def detect_changes(
 
 
 def detect_or_doubt(slices: Sequence[OwnedSlice], step_of: StepOf) -> Detection:
-    """What changed, where nobody waits for an error: training goes on, and the next update is full."""
+    """As `detect_changes`, but an error becomes a doubt: training goes on, and the next update is full."""
     try:
         return detect_changes(slices, step_of)
     except (UnsupportedError, RuntimeError, MemoryError) as error:
@@ -147,7 +147,7 @@ def detect_or_doubt(slices: Sequence[OwnedSlice], step_of: StepOf) -> Detection:
 
 
 def failed(error: Exception) -> Detection:
-    """What a detection that failed says."""
+    """The detection of a rank on which detecting raised `error`."""
     return Detection(reason=Reason.DETECTION_FAILED, detail=f"{type(error).__name__}: {error}")
 
 
@@ -157,7 +157,7 @@ def _refuse(refusals: list[_Refusal], num_owned: int) -> Detection:
 
 
 def _refusals(owned: OwnedSlice, numel: int, planned: AdamWStep | Reason | None) -> Iterator[_Refusal]:
-    """What forbids to invert a slice, as far as it shows without reading the tensors."""
+    """Why a slice cannot be inverted, as far as that shows without reading its tensors."""
     main, weight = owned.main, owned.weight
     if weight.dtype is not torch.bfloat16 or weight.numel() != numel:
         raise UnsupportedError(f"{owned.key}: detection needs {numel} bf16 weights, not {_describe(weight)}")
@@ -183,7 +183,7 @@ def _refusals(owned: OwnedSlice, numel: int, planned: AdamWStep | Reason | None)
 
 
 def _inversion(step: AdamWStep, key: str, refusals: list[_Refusal]) -> adamw.Inversion | None:
-    """How to invert a step; None with one more refusal, which names the parameter `key`, if nobody can."""
+    """How to invert a step. If that is impossible: None, and one more refusal, which names `key`."""
     try:
         return adamw.invert(step)
     except NumericsError as error:
@@ -235,7 +235,7 @@ def _changes(steps: Iterable[_Step], doubts: list[_Doubt], *, compiled: bool) ->
 
 
 def _invert(piece: Piece, step: _Step, how: _Pass, scratch: Scratch, doubts: list[_Doubt]) -> Changes:
-    """The changes of one piece, with code 0 for what was marked in vain."""
+    """The changes of one piece, with code 0 for an element that certainly did not change after all."""
     state = adamw.State(
         main=scratch.tensor(piece, "main"),
         exp_avg=scratch.tensor(piece, "exp_avg"),
@@ -261,7 +261,7 @@ def _invert(piece: Piece, step: _Step, how: _Pass, scratch: Scratch, doubts: lis
 
 
 def _unknown(before: torch.Tensor) -> torch.Tensor | slice:
-    """Which old weights are not certain, for an index; on a device all, which is quicker than waiting."""
+    """An index of old weights that are not certain. On a device it is all, which is quicker than waiting."""
     return nonzero(before.isnan()) if before.device.type == "cpu" else slice(None)
 
 
@@ -302,11 +302,11 @@ def _pass(device_type: str, *, compiled: bool) -> _Pass:
 
 @functools.cache
 def _compiled_old_weights(device_type: str) -> _OldWeights | None:
-    """Compiled once a process; None where that fails."""
+    """Compiled once in a process; None if that fails."""
     try:
         # Sizes are dynamic, and what changes at every step comes in a tensor: one compilation serves all.
         function = torch.compile(adamw.old_weights, dynamic=True, options=_COMPILE_OPTIONS)
-        # Distinct tensors, as later: one that stood for all would be compiled for.
+        # Distinct tensors, as later: if one stood for all, torch would compile for just that.
         main, exp_avg, exp_avg_sq = (torch.zeros(_SHORTEST_COMPILED, device=device_type) for _ in range(3))
         function(main, exp_avg, exp_avg_sq, main.to(torch.bfloat16), torch.zeros(9, device=device_type))
     except _COMPILER_FAILURES as error:

@@ -74,8 +74,8 @@ def add_codes(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
         second: int8, same shape.
 
     Returns:
-        int8, same shape: their sum where both are stated and the sum can be, else -128. A sum of 0 means
-        that the element is certainly back where it was.
+        int8, same shape: their sum if both are stated and the sum is no longer than MAX_STEP, else -128.
+        A sum of 0 means that the element is certainly back where it was.
     """
     total = first.to(torch.int16) + second
     stated = (first != UNSTATED) & (second != UNSTATED) & (total.abs() <= MAX_STEP)

@@ -28,7 +28,7 @@ class Plan:
 
     pairs: of this rank, by (peer, wire dtype).
     dense: AWEX's own plan of a full sync, as this rank sees it.
-    dense_bytes: what this rank sends or receives in one.
+    dense_bytes: what this rank sends or receives in a full sync.
     """
 
     pairs: Mapping[tuple[int, torch.dtype], Pair]
@@ -38,9 +38,10 @@ class Plan:
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Let nobody look for cyclic garbage: descriptions and plans are a million small objects without cycles.
+    """Switch the collection of cyclic garbage off.
 
-    Otherwise half of the time of planning goes there, and more beside a training framework's own objects.
+    Descriptions and plans are a million small objects without cycles. Searching them would take half
+    of the time of planning, and more if a training framework holds many objects.
     """
     enabled = gc.isenabled()
     gc.disable()

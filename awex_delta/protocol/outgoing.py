@@ -17,7 +17,7 @@ from awex_delta.plan.rank import Plan
 from awex_delta.trainers.view import TrainerView, trainer_line
 
 Key = tuple[int, torch.dtype]
-"""Receiver and wire dtype: which of a sender's lines."""
+"""Names one of a sender's lines: its receiver and its wire dtype."""
 
 
 class Outgoing:

@@ -36,7 +36,7 @@ _MAX_NAMED = 8  # tensors that an error names
 
 
 class Receiver:
-    """Keeps one engine rank identical to the trainer. One object an engine rank.
+    """Keeps one engine rank identical to the trainer. One object for each engine rank.
 
     Example:
         >>> receiver = Receiver(view, rendezvous, 0, "a", settings)  # doctest: +SKIP
@@ -132,7 +132,7 @@ class Receiver:
             ConfigError: `version` is not an int of at least 0.
             ConnectError: ranks are missing, or do not fit.
             UpdateError: the update did not commit. `ready` tells whether the weights are still the
-                version before; where a write had begun, they are not served until a full sync.
+                version before; if a write had begun, they are not served until a full sync.
 
         Collective: yes, over all transfer ranks.
         """
@@ -200,7 +200,7 @@ class Receiver:
         )
 
     def _look_at_weights(self) -> None:
-        """Follow live tensors to where their memory is now, and make the tables after connecting."""
+        """Look where the memory of live tensors is now; after connecting, make the tables of all lines."""
         targets = list(self._targets.values())
         if self._storages is None or not self._storages.hold(targets):
             self._storages = Storages(targets)
@@ -285,7 +285,7 @@ class Receiver:
 
 
 def _by_storage(tensors: Sequence[EngineTensor]) -> list[EngineTensor]:
-    """Tensors of one storage together, so that a line crosses from one storage to the next once each."""
+    """Put tensors of one storage together, so that each storage is one range of the engine's line."""
     order: dict[int, int] = {}
     for tensor in tensors:
         order.setdefault(tensor.view.untyped_storage().data_ptr(), len(order))

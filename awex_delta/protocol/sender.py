@@ -41,7 +41,7 @@ _WARN_AFTER = 3
 
 
 class Sender(TrainerEnd):
-    """Keeps the engines of one pairing identical to this trainer. One object a trainer rank.
+    """Keeps the engines of one pairing identical to this trainer. One object for each trainer rank.
 
     Example:
         >>> sender = Sender(view, rendezvous, trainer_rank=rank, settings=settings)  # doctest: +SKIP
@@ -101,7 +101,7 @@ class Sender(TrainerEnd):
     def update_weights(self, version: int) -> UpdateStats:
         """Bring every engine to the trainer's current weights, as `version`.
 
-        Call it on all trainer and engine ranks after an optimizer step. Sends a delta where all ranks
+        Call it on all trainer and engine ranks after an optimizer step. Sends a delta if all ranks
         are sure of the base, and a full sync otherwise.
 
         Args:
@@ -157,7 +157,7 @@ class Sender(TrainerEnd):
         watch: Stopwatch,
         failure: str,
     ) -> UpdateStats:
-        """One half of the update, up to the completion agreement.
+        """This rank's half of the update, up to the last agreement.
 
         failure: why this rank cannot go on, if something has failed on it already.
         """
@@ -213,7 +213,10 @@ class Sender(TrainerEnd):
         watch: Stopwatch,
         verifier: Verifier,
     ) -> tuple[dict[Key, list[Pack]], int]:
-        """What makes the frames of each line, and the elements in them. A line without changes has none."""
+        """Functions that make the frames of each line, and how many elements all frames carry.
+
+        A line in which nothing changed and nothing travels whole has no frames.
+        """
         share = detection.num_changed / detection.num_owned if detection.num_owned else 0.0
         codec = cheapest(self._session.codecs, share, self._bytes_per_second)
         frames: dict[Key, list[Pack]] = {}

@@ -18,21 +18,21 @@ from awex_delta.wire.digest import pays_to_compile
 from awex_delta.wire.frame import Unpacked, check_complete, unpack_frame
 
 Key = tuple[int, torch.dtype]
-"""Sender and wire dtype: which of a receiver's lines."""
+"""Names one of a receiver's lines: its sender and its wire dtype."""
 
-_PIECE = 1 << 21  # elements that are written or read back at a time
+_PIECE = 1 << 21  # the most elements that are written or read back at a time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Staged:
-    """What one frame says: changes with values and no codes, or all values from position `start` on."""
+    """What one frame says: changes with values and no codes; if `pos` is None, all values from `start` on."""
 
     start: int
     value: torch.Tensor
     pos: torch.Tensor | None
 
     def pieces(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Positions and values, some million at a time."""
+        """Positions and values, a piece at a time."""
         for first in range(0, self.value.numel(), _PIECE):
             value = self.value[first : first + _PIECE]
             start = self.start + first
@@ -72,7 +72,7 @@ class Staging:
         self._staged: dict[Key, list[_Staged]] = {}
 
     def of(self, dtype: torch.dtype) -> Callable[[int, torch.Tensor], None]:
-        """What takes (sender, frame) in the round of `dtype`."""
+        """A function that takes each (sender, frame) in the round of `dtype`."""
         return lambda sender, frame: self.add((sender, dtype), frame)
 
     def add(self, key: Key, frame: torch.Tensor) -> None:
@@ -119,7 +119,7 @@ class Staging:
         return written
 
     def keys(self) -> Iterator[Key]:
-        """The lines of which something was staged."""
+        """The lines for which something was staged."""
         return iter(self._staged)
 
     def live(self, key: Key) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

@@ -59,7 +59,7 @@ def find(
 def _grouped(
     classes: Classes, streams: Sequence[StreamReader]
 ) -> tuple[NDArray[np.uint8], NDArray[np.uint8], NDArray[np.uint8]]:
-    """Upper gap bytes by slot, and both streams of steps; the pairs of each group begin with a byte."""
+    """Upper gap bytes by slot, and both streams of steps; each group begins with a new byte."""
     groups = classes.groups()
     if 3 * len(groups) != len(streams):
         raise CorruptFrameError(f"{len(streams)} streams for {len(groups)} groups")

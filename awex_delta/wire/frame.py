@@ -1,4 +1,4 @@
-"""Frames: one bucket of what a sender tells a receiver in one dtype round.
+"""A frame: one bucket of what a sender tells a receiver in the round of one dtype.
 
     header (120 bytes, little-endian)  magic, protocol, codec, dtype, identity, span, lengths, checksum
     body                               the changes in the span, as the codec packs them; or, with codec 0,
@@ -89,7 +89,7 @@ class Unpacked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Content:
-    """What a header says of what follows. guarded: 0 without a guard, else one more than it leaves out."""
+    """What a header says of what follows. guarded: 0 without a guard, else 1 + the changes it leaves out."""
 
     span: Span
     count: int

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 NEVER = 2**62
-"""Elements that are left until the next change of a class that has none."""
+"""Stands for the elements before the next change of a class if it has no more changes."""
 
 ESCAPE = 255
 
@@ -173,7 +173,8 @@ def split_gaps(
 
 
 SLOT, LAST, NIBBLE, WIDE_STEP, WIDE_GAP, BIT, SHIFT = range(7)
-"""Of a class: its next slot, the end of its slots, where its next step, escapes and lower bits are."""
+"""Columns of `cursors`: the next slot of a class, the end of its slots, where its next step, escapes and
+lower bits are, and how many lower bits its gaps have."""
 
 
 @_compiled("void", _BYTES, _BYTES, _TABLE, _INTS)
@@ -254,10 +255,10 @@ def find_changes(
     """Walk a block of weights on the receiver; undoes `count_gaps`.
 
     Args:
-        bits, base: as there, of the base.
-        at: [2], how many changes were found, and the first of those at the end of `places` that is not
-            among them; moved on.
-        left: [256], unchanged elements of each class before its next change; NEVER where there is none.
+        bits, base: as for `count_gaps`, of the weights before the step.
+        at: [2], how many changes were found, and which of those at the end of `places` is the next to move;
+            moved on.
+        left: [256], unchanged elements of each class before its next change; NEVER if there is none.
         cursors: [256, 7], what each class has next; moved on.
         high, low, pairs, wide_steps, wide_gaps: the streams.
         places, new: positions and patterns of the changes found, from the begin; at the end those that state
