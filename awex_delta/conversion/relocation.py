@@ -76,7 +76,7 @@ class Prover:
             param: name of the parameter, from which its kind is taken.
             convert: local tensor -> HF names and tensors. Called with a meta tensor and CPU tensors of the
                 parameter's shape: `dtype` for the check, and uint8 if nothing can be taken over.
-            shape, dtype: of the local parameter.
+            shape, dtype: those of the local parameter.
 
         Returns:
             One relocation for each HF tensor. None when the converter computes (scales, adds, normalises,

@@ -21,7 +21,7 @@ from awex_delta.trainers.view import TrainerView, WeightInfo
 class Output:
     """One HF tensor that a local parameter converts to.
 
-    shape: of this rank's part of it.
+    shape: the shape of this rank's part of it.
     sparse: owners send their own changes; otherwise AWEX's chosen sender sends it whole.
     """
 

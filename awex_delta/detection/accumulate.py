@@ -59,7 +59,7 @@ class StepFollower:
         """Add the step that is over to the baselines that follow.
 
         Args:
-            keys: of the slices to look at; None means all.
+            keys: names the slices to look at; None means all.
             without: a baseline to leave out.
 
         Returns:

@@ -245,7 +245,7 @@ def examine(state: State, *, zeros_stay: bool) -> Examination:
 
     Args:
         state: those elements.
-        zeros_stay: of the `Inversion`.
+        zeros_stay: see `Inversion`.
     """
     exp_avg, exp_avg_sq = state.exp_avg, state.exp_avg_sq
     still_zero = (state.main.view(torch.int32) & 0x7FFFFFFF | exp_avg.view(torch.int32)) == 0

@@ -37,7 +37,7 @@ _OldWeights = Callable[
 _COMPILED_PIECE = 1 << 21
 _EAGER_PIECE = 1 << 18
 _BLOCK = 1 << 18
-# Compiling takes seconds, once a process: fewer owned elements than this never earn them back.
+# Compiling takes seconds, once in a process: fewer owned elements than this never earn them back.
 _WORTH_COMPILING = 1 << 24
 # Shorter pieces gain nothing, and torch would compile again for sizes 0 and 1.
 _SHORTEST_COMPILED = 1 << 12

@@ -57,7 +57,7 @@ def apply_code(old: torch.Tensor, code: torch.Tensor) -> torch.Tensor:
 
     Args:
         old: bf16, any shape.
-        code: int8, same shape. Where it is -128 the result means nothing: the caller has to put the
+        code: int8, same shape. For -128 the result means nothing: the caller has to put the
             new value there.
 
     Returns:

@@ -24,7 +24,7 @@ class Boxes:
 
     source, target: where the first element of each box lies.
     source_pitch, target_pitch: from one row of a box to the next.
-    rows, width: of each box, at least 1.
+    rows, width: the size of each box, at least 1.
     """
 
     source: torch.Tensor

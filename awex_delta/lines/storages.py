@@ -29,7 +29,7 @@ class _Memory:
     """A storage that tensors next to each other in the line share, as flat integers.
 
     stop: where the tensors end in the line.
-    dtype: of the tensors.
+    dtype: that of the tensors.
     """
 
     stop: int

@@ -35,9 +35,9 @@ def numels(shapes: Shapes) -> Ints:
 class TrainerColumns:
     """The layout of a trainer rank: P local parameters, and the O HF tensors that they convert to.
 
-    keys, numels: of each parameter, [P].
+    keys, numels: key and number of elements of each parameter, [P].
     params: the parameter that each HF tensor is made of, by number, int64 [O], ascending.
-    names, shapes, dtypes: of each HF tensor, or of this rank's part of it, [O].
+    names, shapes, dtypes: what each HF tensor, or this rank's part of it, is called and looks like, [O].
     sparse: bool [O], True for an HF tensor whose owners send its changes, False for one that travels whole.
     runs: int64 [4, R]. Each column is a run: the HF tensor by number, position in its parameter, position in
         the HF tensor, number of elements. Together the runs of a sparse HF tensor cover it.
@@ -103,7 +103,7 @@ class TrainerColumns:
 class EngineColumns:
     """The layout of an engine rank: the T tensors that it holds, in the order of its line.
 
-    names, dtypes, shapes: of each tensor, or of this rank's part of it.
+    names, dtypes, shapes: what each tensor, or this rank's part of it, is called and looks like.
     global_shapes, global_offsets: the whole HF tensor, and where the part begins in it.
     tied_to: name of the tensor that it is an alias of, or empty if it has storage of its own.
     places: number of each tensor by its name.

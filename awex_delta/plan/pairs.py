@@ -79,8 +79,8 @@ def pairs_between(
 
     Args:
         trainer, engine: their descriptions.
-        shards: of all trainer ranks, at least for the tensors that both hold.
-        copies: of the same tensors.
+        shards: what each trainer rank holds, at least for the tensors that both hold.
+        copies: see `copies_of`; for the same tensors.
         num_engines: engine ranks in the world.
     """
     layout, held = trainer.layout, engine.layout
@@ -214,7 +214,7 @@ def _sender_starts(trainer: TrainerSpec) -> tuple[Ints, Ints]:
 
 
 def _engine_starts(layout: EngineColumns) -> Ints:
-    """Where each tensor begins in the engine's line; 0 where it has no storage of its own."""
+    """Where each tensor begins in the engine's line; 0 if it has no storage of its own."""
     starts = np.zeros(len(layout.names), np.int64)
     starts[layout.stored()] = engine_line(layout).starts.numpy()[:-1]
     return starts

@@ -26,7 +26,7 @@ from awex_delta.plan.world import World
 class Plan:
     """What one rank knows after connecting.
 
-    pairs: of this rank, by (peer, wire dtype).
+    pairs: this rank's pairs, by (peer, wire dtype).
     dense: AWEX's own plan of a full sync, as this rank sees it.
     dense_bytes: what this rank sends or receives in a full sync.
     """

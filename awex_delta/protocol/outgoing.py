@@ -35,8 +35,8 @@ class Outgoing:
 
         Args:
             view: the trainer.
-            routes: of all its weights.
-            plan: of this rank.
+            routes: how each of its weights travels.
+            plan: this rank's plan.
         """
         self._view = view
         self._routes = routes

@@ -1,4 +1,4 @@
-"""Where the line of a pair is cut: into buckets of which each makes a frame that keeps to a limit.
+"""Cuts a pair's line into buckets, each of which makes one frame that keeps to a limit.
 
 While one frame travels, another one is packed or unpacked. Two buckets of memory must hold both frames and
 the working memory for one. So each frame has to fit one bucket together with half of its working memory.
@@ -74,7 +74,7 @@ def cut(
     """Cut the changes of one pair into buckets.
 
     Args:
-        changes: of the pair, with values.
+        changes: all changes of the pair, with values.
         codec: what will pack them.
         dtype: wire dtype.
         numel: elements of the pair's line.

@@ -137,7 +137,11 @@ def _needed(read: Read | None) -> Read:
 
 
 def _stated_limit(count: int, numel: int) -> int:
-    """The most bytes of gaps and steps: a byte a gap, an escape an eighth of them, one and a half a step."""
+    """The most bytes of gaps and steps.
+
+    A gap takes one byte, and four more if it escapes, which one in eight does at most; a step takes up to one
+    and a half. Lower bits come on top.
+    """
     shift = max(0, (numel // (16 * max(count, 1))).bit_length())
     return count * 4 + (count * shift) // 8 + 8
 

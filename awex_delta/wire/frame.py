@@ -78,7 +78,7 @@ class Unpacked:
     span: what the frame covers.
     changes: with positions in the pair's line; None in a frame that holds all values.
     whole: all values of the span, in order; None in a frame that holds changes.
-    guard: of the changes, if the frame has one.
+    guard: the guard of the changes, if the frame has one.
     """
 
     span: Span
@@ -117,7 +117,7 @@ def pack_frame(
         identity: what the frame belongs to.
         codec: packs the changes.
         bucket: what the frame is made of.
-        changes: of the whole pair; those that the bucket was cut from.
+        changes: those of the whole pair, which the bucket was cut from.
         read: the values after the step; for whole buckets, and for codecs that need it.
         compiled: how a guard is computed, see `awex_delta.wire.digest`.
 

@@ -117,7 +117,7 @@ def read_guard(digest: int, section: torch.Tensor, num_changes: int) -> Guard:
     Args:
         digest: as the header has it.
         section: uint8 [4 n].
-        num_changes: of the frame.
+        num_changes: how many changes the frame has.
 
     Raises:
         CorruptFrameError: a place is out of order, or beyond the changes.

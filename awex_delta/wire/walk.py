@@ -102,7 +102,7 @@ def count_gaps(
             What states no step is left out.
         since: [1024], unchanged elements of each class since its last change, in four lanes; counted on.
         slot: [256], where the next gap of a class goes; moved on.
-        sums: [256], of the gaps of a class; added to.
+        sums: [256], the sum of the gaps of each class; added to.
         gaps, steps: by slot, the unchanged elements of its class before a change, and its step.
     """
     place = 0
@@ -181,7 +181,7 @@ lower bits are, and how many lower bits its gaps have."""
 def find_escapes(
     high: NDArray[np.uint8], pairs: NDArray[np.uint8], cursors: NDArray[np.int64], totals: NDArray[np.int64]
 ) -> None:
-    """Set where the escapes of each class begin, from SLOT, LAST and NIBBLE of all classes.
+    """Fill in WIDE_STEP and WIDE_GAP, where the escapes of each class begin, from its SLOT, LAST and NIBBLE.
 
     Args:
         high, pairs: by slot and by nibble, as `find_changes` takes them.
