@@ -19,7 +19,7 @@ class LineEnd:
         Args:
             boxes: from the pair's line to this rank's own line.
             storages: gives the memory behind this rank's own line, as it is when it is called.
-            dtype: that of the pair's line. Values that memory holds in another one are cast when they are read.
+            dtype: that of the pair's line. Values in memory of another dtype are cast when they are read.
         """
         self._map = BoxMap(boxes)
         self._storages = storages

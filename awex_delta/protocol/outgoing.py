@@ -13,11 +13,8 @@ from awex_delta.lines.changes import Changes
 from awex_delta.lines.ends import LineEnd
 from awex_delta.lines.storages import Storages
 from awex_delta.plan.pairs import Pair
-from awex_delta.plan.rank import Plan
+from awex_delta.plan.rank import PairKey, Plan
 from awex_delta.trainers.view import TrainerView, trainer_line
-
-Key = tuple[int, torch.dtype]
-"""Names one of a sender's lines: its receiver and its wire dtype."""
 
 
 class Outgoing:
@@ -48,10 +45,10 @@ class Outgoing:
                 end = LineEnd(pair.sent.turned(), self._memory, pair.dtype)
                 maps[pair.digest] = BoxMap(pair.sent), end
         self._maps = {key: maps[pair.digest][0] for key, pair in plan.pairs.items()}
-        self.ends: Mapping[Key, LineEnd] = {key: maps[pair.digest][1] for key, pair in plan.pairs.items()}
+        self.ends: Mapping[PairKey, LineEnd] = {key: maps[pair.digest][1] for key, pair in plan.pairs.items()}
 
     @property
-    def pairs(self) -> Mapping[Key, Pair]:
+    def pairs(self) -> Mapping[PairKey, Pair]:
         """The lines."""
         return self._pairs
 
@@ -59,7 +56,7 @@ class Outgoing:
         """Let go of the weights at the end of an update: the next one looks at them anew."""
         self._storages = None
 
-    def changes(self, found: Changes) -> dict[Key, Changes]:
+    def changes(self, found: Changes) -> dict[PairKey, Changes]:
         """The changes of every line, with values; the same object for engines of one layout.
 
         Args:

@@ -16,6 +16,7 @@ from awex_delta.lines.ends import LineEnd
 from awex_delta.lines.storages import Storages
 from awex_delta.plan.describe import EngineColumns, EngineSpec, dtype_name
 from awex_delta.plan.pairs import Pair, engine_line
+from awex_delta.plan.rank import PairKey
 from awex_delta.plan.shards import dense_volume
 from awex_delta.protocol.agreement import Decision, Proposal, check_arrived
 from awex_delta.protocol.comm import Comm
@@ -23,7 +24,7 @@ from awex_delta.protocol.ledger import EngineLedger, check_version
 from awex_delta.protocol.pipeline import receive_frames
 from awex_delta.protocol.rendezvous import Rendezvous
 from awex_delta.protocol.session import Session, Stopwatch, in_step
-from awex_delta.protocol.staging import Key, Staging
+from awex_delta.protocol.staging import Staging
 from awex_delta.protocol.stats import UpdateStats
 from awex_delta.protocol.verdict import Kind
 from awex_delta.protocol.verify import Scope, Verifier
@@ -78,7 +79,7 @@ class Receiver:
         self._ledger = EngineLedger()
         self._targets: dict[str, torch.Tensor] = {}  # in the order of the engine's line
         self._storages: Storages | None = None
-        self._ends: dict[Key, LineEnd] = {}
+        self._ends: dict[PairKey, LineEnd] = {}
 
     @property
     def version(self) -> int | None:

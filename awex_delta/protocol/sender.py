@@ -14,10 +14,11 @@ from awex_delta.detection.slices import Detection
 from awex_delta.lines.changes import Changes
 from awex_delta.lines.ends import LineEnd
 from awex_delta.observe.runlog.tally import count_parts
+from awex_delta.plan.rank import PairKey
 from awex_delta.plan.shards import dense_volume
 from awex_delta.protocol.agreement import Decision, check_arrived
 from awex_delta.protocol.ledger import check_version
-from awex_delta.protocol.outgoing import Key, Outgoing
+from awex_delta.protocol.outgoing import Outgoing
 from awex_delta.protocol.pipeline import Pack, send_frames
 from awex_delta.protocol.rendezvous import Rendezvous
 from awex_delta.protocol.session import Stopwatch, in_step
@@ -212,14 +213,14 @@ class Sender(TrainerEnd):
         outgoing: Outgoing,
         watch: Stopwatch,
         verifier: Verifier,
-    ) -> tuple[dict[Key, list[Pack]], int]:
+    ) -> tuple[dict[PairKey, list[Pack]], int]:
         """Functions that make the frames of each line, and how many elements all frames carry.
 
         A line in which nothing changed and nothing travels whole has no frames.
         """
         share = detection.num_changed / detection.num_owned if detection.num_owned else 0.0
         codec = cheapest(self._session.codecs, share, self._bytes_per_second)
-        frames: dict[Key, list[Pack]] = {}
+        frames: dict[PairKey, list[Pack]] = {}
         total = 0
         for key, changes in outgoing.changes(detection.changes).items():
             pair, end = outgoing.pairs[key], outgoing.ends[key]
