@@ -127,7 +127,9 @@ def _words(comm: Comm, mine: _Word) -> list[_Word]:
         except ValidationError as error:
             cause = error.errors(include_url=False)[0]["msg"]
             place = comm.rendezvous.place(seat)
-            raise LockstepError(f"{place} told no plan (do all run the same release?): {cause}") from error
+            raise LockstepError(
+                f"{place} sent no readable plan (do all run the same release?): {cause}"
+            ) from error
     return found
 
 

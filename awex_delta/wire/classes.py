@@ -104,5 +104,7 @@ def read_classes(stream: StreamReader, total: int) -> Classes:
         bool((np.diff(kinds) > 0).all()) and bool((counts > 0).all()) and bool((shifts <= MAX_SHIFT).all())
     )
     if not ordered or any(count > total for count in counts.tolist()) or int(counts.sum()) > total:
-        raise CorruptFrameError("the table of exponents makes no sense")
+        raise CorruptFrameError(
+            "the table of exponents is out of order, or lists impossible shifts or counts"
+        )
     return Classes(kinds=kinds, counts=counts, shifts=shifts)

@@ -115,7 +115,9 @@ class ContextCodec:
         num_stated = int(classes.counts.sum())
         beside = _PLAIN.open(streams[3].read_all(torch.uint8), count - num_stated, span, dtype)
         if sum(stream.left for stream in streams[_FIXED_STREAMS::3]) != num_stated:
-            raise CorruptFrameError(f"another number of gaps than the {num_stated} of the table")
+            raise CorruptFrameError(
+                f"the table lists {num_stated} changes, and the frame holds another number of gaps"
+            )
         pos, value = torch.empty(count, dtype=torch.int64), torch.empty(count, dtype=dtype)
         (values,) = _PLAIN.read_positions(beside, span, pos[num_stated:])
         values.read_into(value[num_stated:].view(torch.uint8))

@@ -124,7 +124,9 @@ def read_guard(digest: int, section: torch.Tensor, num_changes: int) -> Guard:
     """
     unstated = section.clone().view(torch.uint32).to(torch.int64)
     if unstated.numel() and (bool((unstated.diff() <= 0).any()) or int(unstated[-1]) >= num_changes):
-        raise CorruptFrameError("a guard leaves out changes out of order, or beyond those of its frame")
+        raise CorruptFrameError(
+            "the places that a guard leaves out do not ascend, or lie beyond the changes of its frame"
+        )
     return Guard(digest=digest, unstated=unstated)
 
 
