@@ -66,9 +66,11 @@ def sync(
     ] = "loopback",
     repeats: Annotated[int, typer.Option(help="Measured deltas, and as many full syncs.", min=1)] = 3,
     lr: Annotated[
-        float, typer.Option(help="Of the AdamW: 1e-6 changes near 1 %, 3e-6 near 3 %.", min=0)
+        float, typer.Option(help="Learning rate of the AdamW: 1e-6 changes near 1 %, 3e-6 near 3 %.", min=0)
     ] = 1e-6,
-    encoding: Annotated[str, typer.Option(help=f"Of the deltas: {', '.join([AUTO, *CODECS])}.")] = AUTO,
+    encoding: Annotated[
+        str, typer.Option(help=f"Encoding of the deltas: {', '.join([AUTO, *CODECS])}.")
+    ] = AUTO,
 ) -> None:
     """A delta against AWEX's full sync: two Megatron trainer ranks, two engine ranks, 113 million weights.
 
@@ -123,14 +125,14 @@ def wire(
 def scale(
     as_json: JsonOption = False,
     tensors: Annotated[
-        int, typer.Option(help="HF tensors of the larger size; the other has a quarter.", min=64)
+        int, typer.Option(help="HF tensors of the larger of two models; the other has a quarter.", min=64)
     ] = 18_867,
-    elements: Annotated[int, typer.Option(help="Of each tensor, a multiple of 64.", min=64)] = 2048,
+    elements: Annotated[int, typer.Option(help="Elements of each tensor, a multiple of 64.", min=64)] = 2048,
     changed: Annotated[
-        float, typer.Option(help="Share of the weights that a step changes, about.", min=0, max=0.1)
+        float, typer.Option(help="About the share of the weights that a step changes.", min=0, max=0.1)
     ] = 0.01,
     encoding: Annotated[
-        list[str] | None, typer.Option(help=f"Of the deltas, one or more of {', '.join(CODECS)}.")
+        list[str] | None, typer.Option(help=f"Encodings of the deltas, one or more of {', '.join(CODECS)}.")
     ] = None,
     repeats: Annotated[int, typer.Option(help="Measured deltas, and as many full syncs.", min=1)] = 5,
     plan: Annotated[

@@ -29,7 +29,7 @@ def demo(
         int, typer.Option(help="Committed deltas between two full syncs; 0 means never.")
     ] = 5,
     lr: Annotated[float, typer.Option(help="Learning rate.")] = 3e-6,
-    seed: Annotated[int, typer.Option(help="Of the weights and the batches.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the weights and the batches.")] = 0,
     layers: Annotated[int, typer.Option(help="Layers of the model.")] = 2,
     hidden: Annotated[int, typer.Option(help="Hidden size, a multiple of 32.")] = 128,
     as_json: JsonOption = False,

@@ -5,7 +5,7 @@ at most cast to another dtype. A proof has two halves:
 
 * A guess. The element numbers, byte by byte, are pushed through the converter as uint8 tensors, and read
   where they come out. bf16, fp16 and fp32 hold 0 to 255 exactly, so that a cast on the way does no harm. A
-  parameter that differs from an earlier one in its layer or expert alone takes over what was found there.
+  parameter whose name differs from an earlier one's only in layer or expert takes over what was found there.
 * A check, of every parameter. Random bits of its dtype and size, converted, must be the same bits moved by
   the table. A converter that treats one expert otherwise than its siblings fails it, and is proved anew.
 """
@@ -19,11 +19,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from awex_delta.lines.storages import BITS, bits
+
 Converter = Callable[[torch.Tensor], Sequence[tuple[str, torch.Tensor]]]
 Outputs = Sequence[tuple[str, torch.Tensor]]
 
 _LOWEST_EXPONENT_BIT = {torch.bfloat16: 7, torch.float16: 10, torch.float32: 23}
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)|\d+$")  # of a layer or an expert: `layers.3.`, `weight17`
 _READ_FULLY = 1 << 18
 _WINDOWS, _WINDOW_STEP = 1 << 14, 64
@@ -57,8 +58,8 @@ def kind_of(param: str) -> str:
 class Prover:
     """Proves that converters relocate, for one parameter after the other, on the CPU and in one thread.
 
-    Memory: of the largest parameter so far, its size in random bits; while one is proved that is not like an
-    earlier one, one byte an element more; and what the converter itself makes.
+    Memory: random bits of the size of the largest parameter so far; while a parameter is proved that is not
+    like an earlier one, one byte more for each element; and what the converter itself makes.
     """
 
     def __init__(self) -> None:
@@ -74,13 +75,13 @@ class Prover:
         Args:
             param: name of the parameter, from which its kind is taken.
             convert: local tensor -> HF names and tensors. Called with a meta tensor and CPU tensors of the
-                parameter's shape: `dtype` for the check, and uint8 where no earlier parameter tells.
-            shape, dtype: of the local parameter.
+                parameter's shape: `dtype` for the check, and uint8 if nothing can be taken over.
+            shape, dtype: those of the local parameter.
 
         Returns:
             One relocation for each HF tensor. None when the converter computes (scales, adds, normalises,
-            quantises) or writes into what it is given, and when it cuts the parameter in so many runs that
-            the table would be of its size, such as by a transpose.
+            quantises) or writes into what it is given, and when it cuts the parameter into so many runs that
+            the table would be as large as the parameter, as a transpose does.
         """
         size = tuple(shape)
         outputs = convert(torch.empty(size, dtype=dtype, device="meta"))
@@ -140,7 +141,7 @@ class _RandomBits:
         words = torch.empty(-(-numel * dtype.itemsize // 8), dtype=torch.int64, device="cpu")
         words.random_(-(2**63), None, generator=self._generator)
         # An even exponent is never that of NaN, whose payload a cast may change.
-        words.view(_BITS[dtype.itemsize]).bitwise_and_(~(1 << _LOWEST_EXPONENT_BIT[dtype]))
+        words.view(BITS[dtype.itemsize]).bitwise_and_(~(1 << _LOWEST_EXPONENT_BIT[dtype]))
         values = words.view(dtype)
         # Small parameters must meet both zeros too: adding zero makes 0.0 of -0.0.
         early = _WINDOWS * _WINDOW_STEP
@@ -155,16 +156,16 @@ def _num_writes(tensor: torch.Tensor) -> int:
 
 
 def _taken_over(known: Sequence[Relocation], outputs: Outputs) -> tuple[Relocation, ...]:
-    """What is known of an earlier parameter, under the names of this one; empty where it does not fit."""
+    """What is known of an earlier parameter, under the names of this one; empty if it does not fit."""
     if [(one.shape, one.dtype) for one in known] != [(tuple(out.shape), out.dtype) for _, out in outputs]:
         return ()
     return tuple(replace(one, name=name) for one, (name, _) in zip(known, outputs, strict=True))
 
 
 def _guess(convert: Converter, outputs: Outputs, shape: tuple[int, ...]) -> tuple[Relocation, ...] | None:
-    """Read from converted element numbers where elements go; None where what comes out spells none.
+    """Read from converted element numbers where elements go; None if what comes out are no element numbers.
 
-    Of a big tensor only the first number of each row is read. That the rows are whole is for the check.
+    In a big tensor only the first number of each row is read: the check finds rows that are not whole.
     """
     numel = math.prod(shape)
     steps = [output.shape[-1] if output.numel() > _READ_FULLY else 1 for _, output in outputs]
@@ -199,7 +200,7 @@ def _add_bytes(
     shape: tuple[int, ...],
     weight: int,
 ) -> bool:
-    """Add to `ids` what the converter makes of one byte of all element numbers; False if it is no answer."""
+    """Add to `ids` what the converter makes of a byte of all element numbers; False if that is unreadable."""
     try:
         converted = convert(_number_bytes(math.prod(shape), weight).view(shape))
     except (RuntimeError, TypeError):
@@ -212,7 +213,7 @@ def _add_bytes(
 
 
 def _number_bytes(numel: int, weight: int) -> torch.Tensor:
-    """One byte of each of the numbers 0 .. numel-1, the one that counts `weight`: uint8 [numel]."""
+    """One byte of each of the numbers 0 .. numel-1, the one with the place value `weight`: uint8 [numel]."""
     digits = torch.arange(min(256, -(-numel // weight)), dtype=torch.uint8, device="cpu")
     block = digits.repeat_interleave(min(weight, numel))
     while block.numel() < numel:  # in steps, since many short repeats are slow
@@ -235,19 +236,14 @@ def _read_runs(ids: torch.Tensor, step: int, numel: int) -> tuple[torch.Tensor, 
 
 
 def _moved(values: torch.Tensor, guess: Sequence[Relocation], outputs: Outputs) -> bool:
-    """Outputs are those of the guess and hold the bits of flat `values`, cast and moved by it."""
+    """Outputs look as the guess says, and hold the bits of flat `values`, cast and moved as it says."""
     agreed = [(one.name, one.shape, one.dtype) for one in guess]
     if [(name, tuple(out.shape), out.dtype) for name, out in outputs] != agreed:
         return False
     for one, (_, output) in zip(guess, outputs, strict=True):
-        after = _bits(output.reshape(-1))
+        after = bits(output.reshape(-1))
         for src, dst, length in torch.stack((one.src, one.dst, one.length)).T.tolist():
-            before = _bits(values[src : src + length].to(one.dtype))
+            before = bits(values[src : src + length].to(one.dtype))
             if not torch.equal(before, after[dst : dst + length]):
                 return False
     return True
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The same storage as integers, so that -0.0 differs from 0.0."""
-    return tensor.view(_BITS[tensor.element_size()])

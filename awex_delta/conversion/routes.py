@@ -1,7 +1,7 @@
 """How each local parameter travels: its changed elements by proved runs, or whole HF tensors.
 
-Fixed at connect. Where AWEX's converter is proved to relocate a parameter, changed positions are mapped and
-no weight is converted in a delta. Where it computes, what it makes is sent whole.
+Fixed at connect. If AWEX's converter is proved to relocate a parameter, changed positions are mapped and
+no weight is converted in a delta. If it computes, what it makes is sent whole.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from awex_delta.trainers.view import TrainerView, WeightInfo
 class Output:
     """One HF tensor that a local parameter converts to.
 
-    shape: of this rank's part of it.
+    shape: the shape of this rank's part of it.
     sparse: owners send their own changes; otherwise AWEX's chosen sender sends it whole.
     """
 
@@ -35,7 +35,7 @@ class Output:
 class Route:
     """How one local parameter travels.
 
-    relocations: one for each output; None where the parameter travels whole.
+    relocations: one for each output; None if the parameter travels whole.
     """
 
     info: WeightInfo
@@ -43,10 +43,10 @@ class Route:
     relocations: tuple[Relocation, ...] | None
 
     def check(self, converted: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Refuse tensors that are not those of connect: a receiver posts memory for what was agreed.
+        """Refuse tensors that differ from those at connect: receivers allocate memory for what was agreed.
 
         Raises:
-            UnsupportedError: a name, shape or dtype is another one now.
+            UnsupportedError: a name, shape or dtype has changed since connect.
         """
         agreed = [(output.name, output.shape, output.dtype) for output in self.outputs]
         found = [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in converted]
@@ -68,7 +68,7 @@ def convert_all(view: TrainerView, routes: Mapping[str, Route]) -> dict[str, tor
     """All HF tensors of this rank, by name, converted from the live weights.
 
     Raises:
-        UnsupportedError: a tensor is not that of connect.
+        UnsupportedError: a name, shape or dtype has changed since connect.
     """
     converted: dict[str, torch.Tensor] = {}
     for key, route in routes.items():

@@ -59,8 +59,8 @@ class StepFollower:
         """Add the step that is over to the baselines that follow.
 
         Args:
-            keys: of the slices to look at; None means all.
-            without: a baseline that need not know.
+            keys: names the slices to look at; None means all.
+            without: a baseline to leave out.
 
         Returns:
             The slices, as they stand now.
@@ -79,9 +79,9 @@ class StepFollower:
 
 
 class AccumulatedBaseline:
-    """Covers any number of steps since its commit, for one byte an owned element: its code plane.
+    """Covers any number of steps since its commit. Its code plane takes one byte for each owned element.
 
-    What makes one step's changes unknown stays a doubt until the next commit, and the plane is freed.
+    If the changes of one step are not known, that doubt stays until the next commit, and the plane is freed.
     """
 
     def __init__(self, follower: StepFollower) -> None:
@@ -103,7 +103,7 @@ class AccumulatedBaseline:
         return 0 if self._plane is None else self._plane.nbytes
 
     def add(self, detection: Detection) -> None:
-        """Add what one step changed. Where memory is short the step stays unknown, and training goes on.
+        """Add what one step changed. If memory is short, the step stays unknown, and training goes on.
 
         Args:
             detection: of some or all owned slices.

@@ -202,10 +202,10 @@ def old_weights(
     weight: torch.Tensor,
     coefficients: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The weights before the step, and where they are certain.
+    """The weights before the step, and which of them are certain.
 
-    An old weight is not certain where the interval of old masters holds a rounding boundary, nor where
-    anything is irregular: a weight that is zero, not finite or not its rounded master, and moments that are
+    An old weight is not certain if the interval of old masters holds a rounding boundary, or if anything is
+    irregular: a weight that is zero, not finite or not its rounded master, and moments that are
     invalid or out of range. So `examine` has to see no other elements.
 
     One expression without 16-bit integers, which compilers for CPUs handle one at a time, so that it
@@ -233,7 +233,7 @@ def old_weights(
     high = (main + (move + error)).to(torch.bfloat16).float()
     now = weight.float()
     certain = (
-        (low == high)  # of equal sign as well: they are farther apart than the smallest numbers
+        (low == high)  # never -0.0 and 0.0: they are farther apart than the smallest numbers
         & (low.abs() <= _LARGEST)
         & (main.to(torch.bfloat16).float() == now)
         & (exp_avg_sq >= min_sq)
@@ -248,7 +248,7 @@ def examine(state: State, *, zeros_stay: bool) -> Examination:
 
     Args:
         state: those elements.
-        zeros_stay: of the `Inversion`.
+        zeros_stay: see `Inversion`.
     """
     exp_avg, exp_avg_sq = state.exp_avg, state.exp_avg_sq
     still_zero = (state.main.view(torch.int32) & 0x7FFFFFFF | exp_avg.view(torch.int32)) == 0

@@ -1,9 +1,9 @@
 """Owned slices -> the elements that one optimizer step changed. Rank-local, without a snapshot.
 
-A slice is read once, in pieces, by one fused expression that is compiled where that pays. The few elements
+A slice is read once, in pieces, by one fused expression that is compiled if that pays. The few elements
 whose old weight is not certain are looked at again, exactly. Besides the returned indices and codes, and a
-copy of those of one slice while they are joined, extra memory stays below 64 MiB where few elements changed
-(20 MiB at 1 %), and below 128 MiB where all did.
+copy of those of one slice while they are joined, extra memory stays below 64 MiB if few elements changed
+(20 MiB at 1 %), and below 128 MiB if all did.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from awex_delta.lines.bits import UNSTATED, step_code
 from awex_delta.lines.changes import Changes, joined
 from awex_delta.protocol.verdict import Reason
 
-Plan = Callable[[OwnedSlice], AdamWStep | Reason | None]
-"""Which step to invert for a slice; None when no step moved it since the commit; or why neither is known."""
+StepOf = Callable[[OwnedSlice], AdamWStep | Reason | None]
+"""Says which step to invert for a slice; None if no step moved it since the commit; or why it is unknown."""
 
 _OldWeights = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]
@@ -37,13 +37,13 @@ _OldWeights = Callable[
 _COMPILED_PIECE = 1 << 21
 _EAGER_PIECE = 1 << 18
 _BLOCK = 1 << 18
-# Compiling takes seconds, once a process: fewer owned elements than this never earn them back.
+# Compiling takes seconds, once in a process: fewer owned elements than this never earn them back.
 _WORTH_COMPILING = 1 << 24
 # Shorter pieces gain nothing, and torch would compile again for sizes 0 and 1.
 _SHORTEST_COMPILED = 1 << 12
 
-# Otherwise compilers keep a value that was cast to bf16 and back in fp32, unrounded; and the bound allows for
-# every order of operations but one, so that sums are not to be rearranged.
+# Otherwise compilers keep a value that was cast to bf16 and back in fp32, unrounded; and they might
+# rearrange `main + (move - error)`, which is the one order of operations that the bound needs.
 _COMPILE_OPTIONS: dict[str, str | int | bool | Callable[..., object]] = {
     "emulate_precision_casts": True,
     "cpp.enable_unsafe_math_opt_flag": False,
@@ -63,7 +63,7 @@ class _Refusal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Doubt:
-    """What holds of some slice of a piece if `flag`, a bool scalar still on the device, is true."""
+    """A reason that some slice of a piece gives if `flag`, a bool scalar still on the device, is true."""
 
     reason: Reason
     piece: Piece
@@ -84,21 +84,23 @@ class _Pass:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Step:
-    """One distinct step, and the slices that it moved. coefficients: on their device."""
+    """One distinct step, and the slices that it moved. coefficients: on the device of the slices."""
 
     inversion: adamw.Inversion
     coefficients: torch.Tensor
     slices: Sequence[OwnedSlice]
 
 
-def detect_changes(slices: Iterable[OwnedSlice], plan: Plan, *, compiled: bool | None = None) -> Detection:
+def detect_changes(
+    slices: Iterable[OwnedSlice], step_of: StepOf, *, compiled: bool | None = None
+) -> Detection:
     """Find a certified superset of the bf16 weights that changed since the last commit.
 
     Args:
         slices: the owned ranges with their live optimizer state, in the order of the trainer's line. Read
             only; nothing is kept.
-        plan: asked once for each slice.
-        compiled: True compiles (falling back to eager where no compiler works), False does not, None
+        step_of: asked once for each slice.
+        compiled: True compiles (falling back to eager if no compiler works), False does not, None
             decides by the number of elements. The answer is certified either way.
 
     Returns:
@@ -116,7 +118,7 @@ def detect_changes(slices: Iterable[OwnedSlice], plan: Plan, *, compiled: bool |
         numel = owned.stop - owned.start
         if numel:
             num_owned += numel
-            planned = plan(owned)
+            planned = step_of(owned)
             refusals += _refusals(owned, numel, planned)
             same = moved.setdefault(planned, []) if isinstance(planned, AdamWStep) else unmoved
             same.append(owned)
@@ -136,16 +138,16 @@ def detect_changes(slices: Iterable[OwnedSlice], plan: Plan, *, compiled: bool |
     return Detection(changes=changes, num_owned=num_owned)
 
 
-def detect_or_doubt(slices: Sequence[OwnedSlice], plan: Plan) -> Detection:
-    """What changed, where nobody waits for an error: training goes on, and the next update is full."""
+def detect_or_doubt(slices: Sequence[OwnedSlice], step_of: StepOf) -> Detection:
+    """As `detect_changes`, but an error becomes a doubt: training goes on, and the next update is full."""
     try:
-        return detect_changes(slices, plan)
+        return detect_changes(slices, step_of)
     except (UnsupportedError, RuntimeError, MemoryError) as error:
         return failed(error)
 
 
 def failed(error: Exception) -> Detection:
-    """What a detection that failed says."""
+    """The detection of a rank on which detecting raised `error`."""
     return Detection(reason=Reason.DETECTION_FAILED, detail=f"{type(error).__name__}: {error}")
 
 
@@ -155,7 +157,7 @@ def _refuse(refusals: list[_Refusal], num_owned: int) -> Detection:
 
 
 def _refusals(owned: OwnedSlice, numel: int, planned: AdamWStep | Reason | None) -> Iterator[_Refusal]:
-    """What forbids to invert a slice, as far as it shows without reading the tensors."""
+    """Why a slice cannot be inverted, as far as that shows without reading its tensors."""
     main, weight = owned.main, owned.weight
     if weight.dtype is not torch.bfloat16 or weight.numel() != numel:
         raise UnsupportedError(f"{owned.key}: detection needs {numel} bf16 weights, not {_describe(weight)}")
@@ -181,7 +183,7 @@ def _refusals(owned: OwnedSlice, numel: int, planned: AdamWStep | Reason | None)
 
 
 def _inversion(step: AdamWStep, key: str, refusals: list[_Refusal]) -> adamw.Inversion | None:
-    """How to invert a step; None with one more refusal, which names the parameter `key`, if nobody can."""
+    """How to invert a step. If that is impossible: None, and one more refusal, which names `key`."""
     try:
         return adamw.invert(step)
     except NumericsError as error:
@@ -233,7 +235,7 @@ def _changes(steps: Iterable[_Step], doubts: list[_Doubt], *, compiled: bool) ->
 
 
 def _invert(piece: Piece, step: _Step, how: _Pass, scratch: Scratch, doubts: list[_Doubt]) -> Changes:
-    """The changes of one piece, with code 0 for what was marked in vain."""
+    """The changes of one piece, with code 0 for an element that certainly did not change after all."""
     state = adamw.State(
         main=scratch.tensor(piece, "main"),
         exp_avg=scratch.tensor(piece, "exp_avg"),
@@ -259,7 +261,7 @@ def _invert(piece: Piece, step: _Step, how: _Pass, scratch: Scratch, doubts: lis
 
 
 def _unknown(before: torch.Tensor) -> torch.Tensor | slice:
-    """Which old weights are not certain, for an index; on a device all, which is quicker than waiting."""
+    """An index of old weights that are not certain. On a device it is all, which is quicker than waiting."""
     return nonzero(before.isnan()) if before.device.type == "cpu" else slice(None)
 
 
@@ -300,11 +302,11 @@ def _pass(device_type: str, *, compiled: bool) -> _Pass:
 
 @functools.cache
 def _compiled_old_weights(device_type: str) -> _OldWeights | None:
-    """Compiled once a process; None where that fails."""
+    """Compiled once in a process; None if that fails."""
     try:
         # Sizes are dynamic, and what changes at every step comes in a tensor: one compilation serves all.
         function = torch.compile(adamw.old_weights, dynamic=True, options=_COMPILE_OPTIONS)
-        # Distinct tensors, as later: one that stood for all would be compiled for.
+        # Distinct tensors, as later: if one stood for all, torch would compile for just that.
         main, exp_avg, exp_avg_sq = (torch.zeros(_SHORTEST_COMPILED, device=device_type) for _ in range(3))
         function(main, exp_avg, exp_avg_sq, main.to(torch.bfloat16), torch.zeros(9, device=device_type))
     except _COMPILER_FAILURES as error:

@@ -62,7 +62,7 @@ def hyper_parameters(optimizer: torch.optim.Optimizer, group: Group) -> HyperPar
         correction.
 
     Raises:
-        UnsupportedError: a known class lacks the attribute that tells.
+        UnsupportedError: a known class lacks the attribute that tells AdamW from Adam.
 
     A learning rate held in a device tensor is copied to the host.
     """
@@ -89,7 +89,7 @@ def step_counts(optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor]
         params: tensors of its `param_groups`.
 
     Returns:
-        One count a parameter, in order; all 0 for a class that is not known.
+        One count for each parameter, in order; all 0 for a class that is not known.
 
     Counters held on a device are copied to the host together.
     """
@@ -116,7 +116,7 @@ def moments(
 def flat(tensor: torch.Tensor, part: slice | None = None) -> torch.Tensor:
     """The elements of a contiguous tensor, or a part of them, live, flat and without gradients.
 
-    It is called for every tensor of every update, so that no operation is spent on what is flat and whole.
+    It is called for every tensor in every update, so it spends no operation on a tensor that is flat already.
     """
     if tensor.requires_grad:
         tensor = tensor.detach()

@@ -23,9 +23,9 @@ _LARGE = 1 << 17
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Runs:
-    """Elements of the trainer's line that lie together elsewhere: ranges of it, one after the other.
+    """Ranges of the trainer's line whose elements are numbered anew, one range after the other.
 
-    starts: int64 [n + 1], where each range begins among these elements; the last entry is their number.
+    starts: int64 [n + 1], the number of the first element of each range, then how many elements there are.
     begins: int64 [n], where each range begins in the trainer's line.
     """
 
@@ -34,7 +34,7 @@ class Runs:
 
     @classmethod
     def of(cls, ranges: Iterable[tuple[int, int]]) -> Runs:
-        """Of ranges given by their begin in the trainer's line and their length; neighbours become one."""
+        """Make runs of ranges: begin in the trainer's line, and length. Ranges that touch become one."""
         starts, begins, end, expected = list[int](), list[int](), 0, -1
         for begin, numel in ranges:
             if begin != expected:
@@ -45,7 +45,7 @@ class Runs:
 
     @property
     def numel(self) -> int:
-        """How many elements these are."""
+        """Elements of all ranges."""
         return int(self.starts[-1])
 
     def to(self, device: torch.device) -> Runs:
@@ -55,10 +55,10 @@ class Runs:
         return Runs(starts=self.starts.to(device), begins=self.begins.to(device))
 
     def in_line(self, index: torch.Tensor) -> torch.Tensor:
-        """Positions in the trainer's line of elements that are given by their ascending number among these.
+        """The positions in the trainer's line of elements that are given by their number.
 
         Args:
-            index: int64 [k].
+            index: int64 [k], ascending numbers.
         """
         shift = self.begins - self.starts[:-1]
         if shift.numel() > 1:
@@ -67,7 +67,7 @@ class Runs:
         return index + shift
 
     def index_of(self, pos: torch.Tensor) -> torch.Tensor:
-        """The inverse, where the ranges ascend.
+        """Undo `in_line`; the ranges have to ascend.
 
         Args:
             pos: int64 [k], positions in the trainer's line that belong to these elements.
@@ -114,7 +114,7 @@ class Scratch:
             name: `main`, `weight`, `exp_avg` or `exp_avg_sq`.
 
         Returns:
-            [n], an alias of live memory where the piece is of one slice.
+            [n], an alias of live memory if the piece is of one slice.
         """
         parts = [getattr(owned, name) for owned in piece.slices]
         if len(parts) == 1:
@@ -129,11 +129,11 @@ class Scratch:
 def pieces(slices: Iterable[OwnedSlice], size: int) -> Iterator[Piece]:
     """Cut and join slices to pieces of about `size` elements.
 
-    Small slices are joined past large ones, so that the pieces need not follow each other in the line.
+    Small slices are joined even if large ones lie between them, so pieces may interleave in the line.
 
     Args:
         slices: none of them empty.
-        size: no piece has more elements, but one of small slices may have `_LARGE` fewer.
+        size: the most elements of a piece. A piece of small slices may have up to `_LARGE` fewer.
     """
     large = min(_LARGE, size)
     waiting, total = list[OwnedSlice](), 0

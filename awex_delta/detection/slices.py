@@ -53,8 +53,8 @@ def param_key(param: str, chunk: int) -> str:
 class Detection:
     """What detection found on one rank: changed elements, or the reason why a full sync is needed.
 
-    changes: in the trainer's line, with codes: a certified superset of what changed. The values are there
-        if they were at hand.
+    changes: in the trainer's line, with codes: a certified superset of what changed. They have values
+        if detection read those anyway.
     """
 
     changes: Changes = field(default_factory=Changes.none)

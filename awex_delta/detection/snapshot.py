@@ -1,7 +1,7 @@
 """Owned slices -> the elements that changed, by comparing bits with a copy of the last commit. Rank-local.
 
 For optimizers whose step cannot be inverted. It costs what inversion is there to avoid: one bf16 copy of the
-slices that this rank owns, in pinned host memory where the weights are on a GPU. The answer is exact, however
+slices that this rank owns, in pinned host memory if the weights are on a GPU. The answer is exact, however
 many steps ran and whatever else replaced weights; the changes are those that inversion gives.
 """
 
@@ -19,7 +19,7 @@ from awex_delta.lines.bits import step_code
 from awex_delta.lines.changes import Changes
 from awex_delta.protocol.verdict import Reason
 
-# Elements at a time: besides what is returned, a piece takes one byte for each, two more where small slices
+# Elements at a time: besides what is returned, a piece takes one byte for each, two more if small slices
 # are copied together, and on a GPU two more.
 _PIECE = 1 << 21
 
@@ -42,7 +42,7 @@ class SnapshotBaseline:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the copy: 2 bytes an owned element."""
+        """Memory of the copy: 2 bytes for each owned element."""
         return 0 if self._held is None else self._held.nbytes
 
     def detect(self) -> Detection:

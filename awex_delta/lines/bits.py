@@ -57,7 +57,7 @@ def apply_code(old: torch.Tensor, code: torch.Tensor) -> torch.Tensor:
 
     Args:
         old: bf16, any shape.
-        code: int8, same shape. Where it is -128 the result means nothing: the caller has to put the
+        code: int8, same shape. For -128 the result means nothing: the caller has to put the
             new value there.
 
     Returns:
@@ -74,8 +74,8 @@ def add_codes(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
         second: int8, same shape.
 
     Returns:
-        int8, same shape: their sum where both are stated and the sum can be, else -128. A sum of 0 means
-        that the element is certainly back where it was.
+        int8, same shape: their sum if both are stated and the sum is no longer than MAX_STEP, else -128.
+        A sum of 0 means that the element is certainly back where it was.
     """
     total = first.to(torch.int16) + second
     stated = (first != UNSTATED) & (second != UNSTATED) & (total.abs() <= MAX_STEP)

@@ -1,7 +1,7 @@
 """From positions in one line to positions in another: a table of boxes, in a handful of tensor operations.
 
 A box is `rows` x `width` elements; at either end its rows lie a pitch apart. A run of elements is a box of
-one row, and a tensor-parallel cut along columns is one box, where runs would be one a row.
+one row. A tensor-parallel cut along columns is one box, while it would be one run for each row.
 
 Elements are picked by `index_select`, which on a CPU is several times as fast as indexing by a tensor.
 """
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-# Positions at a time: on a CPU what stays in a cache, on a device what hides the cost of a call.
+# Positions at a time: on a CPU as many as stay in a cache, on a device enough to hide the cost of a call.
 _BLOCK, _DEVICE_BLOCK = 1 << 18, 1 << 22
 
 
@@ -24,7 +24,7 @@ class Boxes:
 
     source, target: where the first element of each box lies.
     source_pitch, target_pitch: from one row of a box to the next.
-    rows, width: of each box, at least 1.
+    rows, width: the size of each box, at least 1.
     """
 
     source: torch.Tensor
@@ -76,8 +76,8 @@ class Boxes:
 class BoxMap:
     """Maps ascending positions of the source line of some boxes to ascending positions of the target line.
 
-    Boxes may overlap, in any way, in the source line. In the target line no box begins before the one before
-    it has ended, in the order of their first elements: otherwise the result is not ascending.
+    In the source line boxes may overlap in any way. In the target line they must not: in the order of their
+    first elements each box ends before the next one begins. Otherwise the result would not ascend.
     """
 
     def __init__(self, boxes: Boxes) -> None:
@@ -154,12 +154,12 @@ class BoxMap:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Block:
-    """Successive elements of boxes, when all elements of all boxes are numbered one after the other.
+    """A range of elements, when the elements of all boxes are numbered, one box after the other.
 
-    begin, end: their range.
+    begin, end: the range.
     starts: int64 [n], the number of the first element of each box.
     boxes: the boxes that they lie in.
-    counts: int64, how many of them lie in each of these.
+    counts: int64, how many elements of the range lie in each of these boxes.
     """
 
     begin: int
@@ -169,17 +169,17 @@ class _Block:
     counts: torch.Tensor
 
     def number(self, column: torch.Tensor | None = None) -> torch.Tensor:
-        """The number of each element in its box, int64 [end - begin], counted from an entry of its box."""
+        """The number of each element in its box, plus the box's entry in a column: int64 [end - begin]."""
         starts = self.starts if column is None else self.starts - column
         return torch.arange(self.begin, self.end, device=starts.device).sub_(self.spread(starts))
 
     def spread(self, column: torch.Tensor) -> torch.Tensor:
-        """The entry of its box for each element, int64 [end - begin]."""
+        """For each element the entry of its box in a column, int64 [end - begin]."""
         return spread(column[self.boxes], self.counts, self.end - self.begin)
 
 
 def spread(column: torch.Tensor, counts: torch.Tensor, total: int) -> torch.Tensor:
-    """Each entry of a column as often as `counts` says, `total` entries in all.
+    """Repeat each entry of a column as often as `counts` says, which gives `total` entries.
 
     On a CPU numpy is five times as fast as torch.
     """
@@ -189,7 +189,7 @@ def spread(column: torch.Tensor, counts: torch.Tensor, total: int) -> torch.Tens
 
 
 def _blocks(counts: torch.Tensor) -> Iterator[_Block]:
-    """The elements of boxes that have `counts`, in blocks. Waits for a device once, and at each block."""
+    """All elements of boxes with `counts` elements each, in blocks. Waits for a device once, then at each."""
     ends = counts.cumsum(0)
     total = int(ends[-1]) if ends.numel() else 0
     starts = ends - counts

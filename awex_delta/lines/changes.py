@@ -14,9 +14,9 @@ class Changes:
     """Elements of one line that changed, in ascending order. All tensors lie on one device.
 
     pos: int64 [n], strictly ascending positions in the line.
-    code: int8 [n], steps in units in the last place of bf16, -128 where none is stated; None where no step
+    code: int8 [n], steps in units in the last place of bf16, -128 where none is stated; None if no step
         is known. Never 0: an element that did not change is not listed.
-    value: [n], the new values in the dtype of the line; None where they have not been read.
+    value: [n], the new values in the dtype of the line; None if they have not been read.
     """
 
     pos: torch.Tensor

@@ -18,8 +18,8 @@ class LineEnd:
 
         Args:
             boxes: from the pair's line to this rank's own line.
-            storages: the memory behind this rank's own line, as it is now.
-            dtype: of the pair's line; what lies in memory in another dtype is cast when it is read.
+            storages: gives the memory behind this rank's own line, as it is when it is called.
+            dtype: that of the pair's line. Values in memory of another dtype are cast when they are read.
         """
         self._map = BoxMap(boxes)
         self._storages = storages
@@ -60,7 +60,7 @@ class LineEnd:
         return self.gather(torch.arange(start, stop, device=self._storages().device)).cpu()
 
     def blocks(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """All elements, some million at a time, in the order of memory.
+        """All elements, a block at a time, in the order of memory.
 
         Yields:
             Positions int64 [k] and values [k], on the device of the memory.

@@ -12,7 +12,7 @@ import torch
 class Space:
     """Tensors that lie one after the other in a line, each row by row.
 
-    names: of the tensors, in order.
+    names: the names of the tensors, in order.
     starts: int64 [n + 1] on the CPU, where each tensor begins; the last entry is where the line ends.
     """
 

@@ -1,4 +1,4 @@
-"""The memory behind a line: live tensors, read and written at positions of the line, one call a storage.
+"""The memory behind a line: live tensors, read and written at positions of it, one call for each storage.
 
 Elements move as integers of their width, so that NaN payloads and the sign of zero survive.
 """
@@ -29,7 +29,7 @@ class _Memory:
     """A storage that tensors next to each other in the line share, as flat integers.
 
     stop: where the tensors end in the line.
-    dtype: of the tensors.
+    dtype: that of the tensors.
     """
 
     stop: int
@@ -110,7 +110,7 @@ class Storages:
             memory.cells.scatter_(0, cells, raw[here])
 
     def _at(self, pos: torch.Tensor) -> Iterator[tuple[_Memory, torch.Tensor, slice]]:
-        """Each memory that is touched, the cells in it, and which of the positions these are.
+        """Each storage that positions lie in, their cells in it, and which of the positions these are.
 
         Waits for a device twice.
         """
@@ -144,7 +144,7 @@ class Storages:
 
 
 def _place(tensor: torch.Tensor) -> tuple[int, tuple[int, ...]]:
-    # Asked for each tensor at each update, so it is what tells most for the least time.
+    # Called for each tensor at each update, so it reads only what takes no time.
     return tensor.data_ptr(), tensor.stride()
 
 
@@ -169,7 +169,7 @@ def _memories(tensors: Sequence[torch.Tensor]) -> tuple[list[_Memory], list[int]
 def _dims_table(
     tensors: Sequence[torch.Tensor], device: torch.device
 ) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
-    """Sizes and strides of all tensors by dimension, the last one first; None if each lies together."""
+    """Sizes and strides of all tensors by dimension, the last one first; None if all are contiguous."""
     if all(tensor.is_contiguous() for tensor in tensors):
         return None
     dims = [_collapsed(tensor) for tensor in tensors]
@@ -179,7 +179,7 @@ def _dims_table(
 
 
 def _collapsed(tensor: torch.Tensor) -> _Dims:
-    """Size and stride of each dimension, the last one first; dimensions that lie together as one."""
+    """Size and stride of each dimension, the last one first; contiguous neighbours become one dimension."""
     found: _Dims = []
     for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
         if found and found[-1][0] * found[-1][1] == stride:

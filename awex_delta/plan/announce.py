@@ -91,7 +91,7 @@ def dump_spec(spec: Spec) -> tuple[bytes, bytes]:
 
 
 def dump_failure(error: str) -> bytes:
-    """What a rank says that cannot describe itself."""
+    """What a rank sends if it cannot describe itself."""
     return pack(_FailedHeader(error=error).model_dump(mode="json"), {}, {})
 
 
@@ -155,7 +155,7 @@ class Announced:
 
 
 def announced(seat: int, blob: bytes) -> Announced | str:
-    """Read what the rank at `seat` alone has to say; or why it cannot describe itself.
+    """Read what the rank at `seat` alone has to say, or why it cannot describe itself.
 
     Raises:
         ConnectError: it is malformed.

@@ -25,7 +25,7 @@ def check_ownership(trainers: Sequence[TrainerSpec], rank: int) -> None:
 
     Args:
         trainers: all of them, by rank.
-        rank: whose parameters are looked at. Of a parameter that ranks share, the first of them looks.
+        rank: the rank whose parameters are checked. The first of the ranks that share a parameter checks it.
 
     Raises:
         OwnershipError: names the parameter, the ranks and the element where a hole or overlap begins.
@@ -163,7 +163,7 @@ def _check_counts(engine: EngineSpec, counts: Ints, what: str) -> None:
 
 
 Offered = dict[str, tuple[str, tuple[int, ...]]]
-"""By HF name: the dtype that trainers send, and the shape of the part of one of them."""
+"""By HF name: the dtype that trainers send, and the shape of the part that one of them holds."""
 
 
 def _offered(trainers: Sequence[TrainerSpec]) -> Offered:
@@ -231,7 +231,7 @@ def _check_place(name: str, engine: str, rank: int, layout: EngineColumns, place
 
 
 def check_global_shapes(world: World, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """The trainer's global shapes equal the engines', but for the padding of the vocabulary.
+    """The trainer's global shapes equal those of the engines, except for the padding of the vocabulary.
 
     Args:
         world: all descriptions.

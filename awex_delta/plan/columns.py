@@ -22,7 +22,7 @@ MAX_BYTES = 1 << 31
 MAX_PACKED = 1 << 28
 """The longest description, compressed."""
 
-_MAX_DIMS, _MAX_NUMEL = 8, 1 << 48  # of a tensor: beyond, sums of positions might not fit into int64
+_MAX_DIMS, _MAX_NUMEL = 8, 1 << 48  # of a tensor: with more, sums of positions might not fit int64
 
 _LEVEL = 3
 _UNREADABLE = (
@@ -84,7 +84,8 @@ def unpack_shapes(column: Ints) -> Shapes:
     """Undo `pack_shapes`.
 
     Raises:
-        ConnectError: a number is negative, the column ends inside a shape, or a tensor is beyond all bounds.
+        ConnectError: a number is negative, the column ends inside a shape, or a shape has too many dimensions
+            or elements.
     """
     values, shapes, place = column.tolist(), list[tuple[int, ...]](), 0
     if values and min(values) < 0:

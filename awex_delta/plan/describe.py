@@ -35,12 +35,12 @@ def numels(shapes: Shapes) -> Ints:
 class TrainerColumns:
     """The layout of a trainer rank: P local parameters, and the O HF tensors that they convert to.
 
-    keys, numels: of each parameter, [P].
-    params: which parameter each HF tensor is made of, int64 [O], ascending.
-    names, shapes, dtypes: of each HF tensor, or of this rank's part of it, [O].
-    sparse: which HF tensors their owners send by changes; the others travel whole, bool [O].
-    runs: int64 [4, R]: HF tensor, position in its parameter, position in the HF tensor, elements.
-        Together the runs of a sparse HF tensor cover it.
+    keys, numels: key and number of elements of each parameter, [P].
+    params: the parameter that each HF tensor is made of, by number, int64 [O], ascending.
+    names, shapes, dtypes: what each HF tensor, or this rank's part of it, is called and looks like, [O].
+    sparse: bool [O], True for an HF tensor whose owners send its changes, False for one that travels whole.
+    runs: int64 [4, R]. Each column is a run: the HF tensor by number, position in its parameter, position in
+        the HF tensor, number of elements. Together the runs of a sparse HF tensor cover it.
     """
 
     keys: tuple[str, ...]
@@ -65,7 +65,7 @@ class TrainerColumns:
 
     @classmethod
     def load(cls, blob: bytes) -> TrainerColumns:
-        """Undo `dump`. Raises ConnectError where the columns do not fit each other."""
+        """Undo `dump`. Raises ConnectError if the columns do not fit each other."""
         _, numbers, names = unpack(blob)
         check_columns(
             numbers, names, {"numels", "params", "shapes", "sparse", "runs"}, {"keys", "names", "dtypes"}
@@ -103,9 +103,9 @@ class TrainerColumns:
 class EngineColumns:
     """The layout of an engine rank: the T tensors that it holds, in the order of its line.
 
-    names, dtypes, shapes: of each tensor, or of this rank's part of it.
+    names, dtypes, shapes: what each tensor, or this rank's part of it, is called and looks like.
     global_shapes, global_offsets: the whole HF tensor, and where the part begins in it.
-    tied_to: name of another tensor of which it is an alias; empty where it has storage of its own.
+    tied_to: name of the tensor that it is an alias of, or empty if it has storage of its own.
     places: number of each tensor by its name.
     """
 
@@ -131,7 +131,7 @@ class EngineColumns:
 
     @classmethod
     def load(cls, blob: bytes) -> EngineColumns:
-        """Undo `dump`. Raises ConnectError where the columns do not fit each other."""
+        """Undo `dump`. Raises ConnectError if the columns do not fit each other."""
         _, numbers, names = unpack(blob)
         check_columns(
             numbers, names, {"shapes", "global_shapes", "global_offsets"}, {"names", "dtypes", "tied_to"}
@@ -149,7 +149,7 @@ class EngineColumns:
         )
 
     def stored(self) -> list[int]:
-        """Which of the tensors have storage of their own: those that make the engine's line."""
+        """Numbers of the tensors that have storage of their own. They make the engine's line."""
         return [place for place, alias in enumerate(self.tied_to) if not alias]
 
 
@@ -158,8 +158,8 @@ class TrainerSpec:
     """A trainer rank.
 
     agreed: what must be equal on every rank of both sides.
-    context: this rank has what encodings need that read the weights.
-    owners: for each parameter the trainer ranks that own it in parts, ascending; empty where none does.
+    context: whether this rank has what it takes to use an encoding that reads the weights.
+    owners: for each parameter the trainer ranks that own it in parts, ascending; empty if none does.
     owned: int64 [2, P], the half-open range of each parameter that this rank owns.
     """
 
@@ -195,7 +195,7 @@ Spec = TrainerSpec | EngineSpec
 
 
 def inside(index: Ints, size: int) -> bool:
-    """True if all of `index` are numbers of `size` things."""
+    """True if every entry of `index` is at least 0 and below `size`."""
     return bool(((index >= 0) & (index < size)).all())
 
 

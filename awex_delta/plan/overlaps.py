@@ -1,6 +1,7 @@
-"""Arithmetic of parts of tensors, for very many of them at once: where two parts overlap, cut into boxes.
+"""Cuts the overlaps of parts of tensors into boxes, for very many parts at once.
 
-Rows of the arrays are overlaps. A box is `rows` x `width` elements, at either end with a pitch between rows.
+Each row of an array is one overlap. A box has `rows` x `width` elements; at either end its rows lie a pitch
+apart.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Cut:
     width: Ints
 
     def take(self, index: Any) -> Cut:
-        """Some of the boxes, or boxes several times."""
+        """The boxes at `index`, which may name a box several times."""
         return Cut(
             overlap=self.overlap[index],
             sent=self.sent[index],
@@ -60,7 +61,7 @@ def cut_overlaps(sent: tuple[Ints, Ints], stored: tuple[Ints, Ints]) -> Cut:
         sent, stored: offset and shape of each part, int64 [n, dims] each; row i of both is one tensor.
 
     Returns:
-        The boxes of those that overlap: one each, or several where more than two dimensions are cut.
+        The boxes: one for each overlap that is not empty, or several if more than two dimensions are cut.
     """
     low = np.maximum(sent[0], stored[0])
     extent = np.minimum(sent[0] + sent[1], stored[0] + stored[1]) - low
@@ -92,7 +93,7 @@ def cut_overlaps(sent: tuple[Ints, Ints], stored: tuple[Ints, Ints]) -> Cut:
 
 
 def _grown(cut: Cut, extent: Ints, sent_stride: Ints, stored_stride: Ints) -> tuple[Cut, Ints]:
-    """Boxes over one more dimension, and how many each became."""
+    """The boxes extended over one more dimension, and how many boxes each of them became."""
     together = (cut.rows == 1) & (cut.width == sent_stride) & (cut.width == stored_stride)
     first = ~together & (cut.rows == 1)
     more = ~together & ~first
@@ -118,7 +119,7 @@ def _grown(cut: Cut, extent: Ints, sent_stride: Ints, stored_stride: Ints) -> tu
 
 
 def clip(cut: Cut, low: Ints, high: Ints) -> Cut:
-    """The elements of boxes whose position in the sender's part lies in [low, high), one range a box.
+    """The elements of boxes whose position in the sender's part lies in [low, high), a range for each box.
 
     A box becomes up to three: a part of its first row, whole rows, and a part of its last row.
     """
@@ -140,7 +141,7 @@ def clip(cut: Cut, low: Ints, high: Ints) -> Cut:
 
 
 def _row_and_column(place: Ints, cut: Cut) -> tuple[Ints, Ints]:
-    """Where a distance from the first element of a box lies; beyond a row means the begin of the next."""
+    """Row and column at a distance from the first element of a box; between rows, the begin of the next."""
     row = place // cut.sent_pitch
     column = place - row * cut.sent_pitch
     over = column >= cut.width

@@ -1,7 +1,7 @@
 """The lines of pairs: what one trainer rank owns and one engine rank stores, in the order of the sender.
 
-Both ends compute the same line from their descriptions, and compare its digest. Over all senders the lines
-of an engine hold each element of it exactly once.
+Both ends compute the same line from their descriptions, and compare its digest. The lines of all senders to
+one engine rank together hold each of its elements exactly once.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class Pair:
 
     sender, receiver: transfer ranks.
     numel: elements of the line.
-    whole: of them, at the begin, those that travel whole in every delta.
+    whole: how many elements, at the begin of the line, travel whole in every delta.
     sent: boxes from the sender's line to this one.
     stored: boxes from this line to the engine's line.
-    digest: 64 bits over all of it, the same at both ends.
+    digest: 64 bits of a hash of names and boxes, the same at both ends.
     """
 
     sender: int
@@ -79,8 +79,8 @@ def pairs_between(
 
     Args:
         trainer, engine: their descriptions.
-        shards: of all trainer ranks, at least for the tensors that both hold.
-        copies: of the same tensors.
+        shards: what each trainer rank holds, at least for the tensors that both hold.
+        copies: see `copies_of`; for the same tensors.
         num_engines: engine ranks in the world.
     """
     layout, held = trainer.layout, engine.layout
@@ -113,7 +113,7 @@ def pairs_between(
 def _served(
     trainer: TrainerSpec, shards: Sequence[Mapping[str, Shard]], engine: EngineSpec, copies: Copies
 ) -> list[int]:
-    """HF tensors of which the engine's copy is served by this rank, or by one that it owns parts with."""
+    """HF tensors that the engine rank gets from this rank, or from one that shares the parameter with it."""
     layout, found = trainer.layout, list[int]()
     for output, (name, param) in enumerate(zip(layout.names, layout.params.tolist(), strict=True)):
         copy = copies.get(name, {}).get(engine.rank)
@@ -129,7 +129,7 @@ def _served(
 
 
 def _in_lines(cut: Cut, trainer: TrainerSpec, outputs: Ints) -> Cut:
-    """Boxes of HF tensors as boxes of the sender's line: what the rank owns, along its runs."""
+    """Turn boxes of HF tensors into boxes of the sender's line, cut by runs and to what the rank owns."""
     layout = trainer.layout
     param_starts, whole_starts = _sender_starts(trainer)
     output, source, target, length = _runs(layout, whole_starts)
@@ -150,7 +150,7 @@ def _in_lines(cut: Cut, trainer: TrainerSpec, outputs: Ints) -> Cut:
 
 
 def _runs(layout: TrainerColumns, whole_starts: Ints) -> Ints:
-    """Runs of all HF tensors, ascending by tensor; what travels whole is one run from the line's end."""
+    """Runs of all HF tensors, ascending by tensor. One that travels whole is a single run."""
     whole = np.flatnonzero(~layout.sparse)
     sizes = numels(layout.shapes)[whole]
     beside = np.stack([whole, whole_starts, np.zeros_like(whole), sizes])
@@ -206,7 +206,7 @@ def _owned_params(trainer: TrainerSpec) -> Ints:
 
 
 def _sender_starts(trainer: TrainerSpec) -> tuple[Ints, Ints]:
-    """Where parameters begin in the sender's line (0 for those that do not lie there), and whole tensors."""
+    """Where parameters begin in the sender's line (0 for those outside it), and where whole tensors do."""
     owned, line = _owned_params(trainer), sender_line(trainer).starts.numpy()
     starts = np.zeros(len(trainer.layout.keys), np.int64)
     starts[owned] = line[: owned.size]
@@ -214,7 +214,7 @@ def _sender_starts(trainer: TrainerSpec) -> tuple[Ints, Ints]:
 
 
 def _engine_starts(layout: EngineColumns) -> Ints:
-    """Where each tensor begins in the engine's line; 0 where it has no storage of its own."""
+    """Where each tensor begins in the engine's line; 0 if it has no storage of its own."""
     starts = np.zeros(len(layout.names), np.int64)
     starts[layout.stored()] = engine_line(layout).starts.numpy()[:-1]
     return starts

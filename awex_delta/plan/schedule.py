@@ -16,7 +16,9 @@ from awex_delta.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Meeting:
-    """One direction of one pair: `sender` transmits to `receiver`. Slots order meetings in time.
+    """One direction of one pair: `sender` transmits to `receiver`.
+
+    Meetings follow each other by round, then by sub-round, then by phase.
 
     round, sub_round: place in the recursion and in the rotation.
     phase: 0 when the lower half sends, 1 when the upper half does.

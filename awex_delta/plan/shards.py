@@ -24,7 +24,7 @@ from awex_delta.plan.world import World
 
 
 class Shard(NamedTuple):
-    """One trainer rank's part of an HF tensor: which of so many copies it belongs to, and where it begins."""
+    """One trainer rank's part of an HF tensor: its copy, how many copies there are, and where it begins."""
 
     replica: int
     num_replicas: int
@@ -113,7 +113,7 @@ Copies = dict[str, dict[int, int]]
 
 
 def copies_of(engines: Sequence[EngineSpec], names: Collection[str]) -> Copies:
-    """Number the copies of each tensor: in each engine the k-th holders of its parts make one."""
+    """Number the copies of each tensor: in each engine the k-th holders of all its parts make one copy."""
     wanted = frozenset(names)
     holders: dict[str, dict[str, dict[tuple[int, ...], list[int]]]] = defaultdict(dict)
     for spec in engines:
@@ -140,7 +140,7 @@ def dense_plan(world: World, side: TrainingSide, copies: Copies, seat: int) -> T
     Args:
         world: all descriptions.
         side: the training side, at least for the tensors of this rank.
-        copies: of the same tensors.
+        copies: see `copies_of`; for the same tensors.
         seat: transfer rank.
     """
     num_engines = len(world.engines)

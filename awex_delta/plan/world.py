@@ -18,7 +18,7 @@ class World:
 
     @property
     def run_id(self) -> str:
-        """The trainer's life: rank 0's word."""
+        """Identity of the trainer's life, as trainer rank 0 gives it."""
         return self.trainers[0].run_id
 
 

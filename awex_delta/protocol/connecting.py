@@ -1,4 +1,4 @@
-"""How ranks that have met learn of each other: descriptions, then one plan a rank, compared at both ends."""
+"""How ranks that have met learn of each other: descriptions, then plans, compared at both ends."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ class Met:
 
     world: all descriptions.
     plan: this rank's own transfers.
-    context: every rank has what encodings need that read the weights.
-    dtypes: the wire dtypes of all lines, sorted by name: one round each.
+    context: whether every rank has what it takes to use an encoding that reads the weights.
+    dtypes: the wire dtypes of all lines, sorted by name. An update has one round for each.
     full_bytes: payload of a full sync over all ranks.
-    limits: elements of each line, by sender, receiver and dtype: more frames it cannot need.
+    limits: elements of each line, by sender, receiver and dtype. No line needs more frames than that.
     """
 
     world: World
@@ -64,7 +64,7 @@ def meet(
         comm: connected.
         describe: gives this rank's description.
         make_plan: plans this rank's transfers.
-        paired: the lines lead to other ranks of the world, which compute them, too.
+        paired: whether the lines lead to other ranks of the world, which compute them, too.
 
     Raises:
         ConnectError: a rank cannot describe itself, or ranks do not fit together. The same on all ranks.
@@ -119,7 +119,7 @@ def _exchange(comm: Comm, describe: Callable[[], Spec]) -> list[Spec]:
 
 
 def _words(comm: Comm, mine: _Word) -> list[_Word]:
-    """What all ranks say of their plans. Raises LockstepError where one of them says something else."""
+    """What all ranks say of their plans. Raises LockstepError if one of them says anything else."""
     found = []
     for seat, blob in enumerate(comm.gather_bytes(_WORD.dump_json(mine), phase="plan")):
         try:
@@ -127,14 +127,16 @@ def _words(comm: Comm, mine: _Word) -> list[_Word]:
         except ValidationError as error:
             cause = error.errors(include_url=False)[0]["msg"]
             place = comm.rendezvous.place(seat)
-            raise LockstepError(f"{place} told no plan (do all run the same release?): {cause}") from error
+            raise LockstepError(
+                f"{place} sent no readable plan (do all run the same release?): {cause}"
+            ) from error
     return found
 
 
 def _raise_first(comm: Comm, words: Sequence[_Word]) -> None:
-    """Raise what the first rank says that could not plan; the same on all ranks.
+    """Raise the error of the first rank that could not plan, the same on all ranks.
 
-    Trainers are asked first: what they do not own, engines only miss.
+    Trainer ranks come first: of a fault in what they own, engine ranks see only that elements are missing.
     """
     num_engines = comm.rendezvous.num_engine_ranks
     for seat in (*range(num_engines, len(words)), *range(num_engines)):
@@ -146,7 +148,7 @@ def _raise_first(comm: Comm, words: Sequence[_Word]) -> None:
 
 
 def _compared(words: Sequence[_Word], num_engines: int) -> Mapping[tuple[int, int, torch.dtype], int]:
-    """Elements of each line, which both ends computed alike. Raises LockstepError where they did not."""
+    """Elements of each line, which both ends computed alike. Raises LockstepError if they did not."""
     ends: list[dict[tuple[int, str], list[Any]]] = [
         {(peer, name): rest for peer, name, *rest in word.lines} for word in words
     ]

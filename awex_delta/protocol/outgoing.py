@@ -13,11 +13,8 @@ from awex_delta.lines.changes import Changes
 from awex_delta.lines.ends import LineEnd
 from awex_delta.lines.storages import Storages
 from awex_delta.plan.pairs import Pair
-from awex_delta.plan.rank import Plan
+from awex_delta.plan.rank import PairKey, Plan
 from awex_delta.trainers.view import TrainerView, trainer_line
-
-Key = tuple[int, torch.dtype]
-"""Receiver and wire dtype: which of a sender's lines."""
 
 
 class Outgoing:
@@ -35,8 +32,8 @@ class Outgoing:
 
         Args:
             view: the trainer.
-            routes: of all its weights.
-            plan: of this rank.
+            routes: how each of its weights travels.
+            plan: this rank's plan.
         """
         self._view = view
         self._routes = routes
@@ -48,10 +45,10 @@ class Outgoing:
                 end = LineEnd(pair.sent.turned(), self._memory, pair.dtype)
                 maps[pair.digest] = BoxMap(pair.sent), end
         self._maps = {key: maps[pair.digest][0] for key, pair in plan.pairs.items()}
-        self.ends: Mapping[Key, LineEnd] = {key: maps[pair.digest][1] for key, pair in plan.pairs.items()}
+        self.ends: Mapping[PairKey, LineEnd] = {key: maps[pair.digest][1] for key, pair in plan.pairs.items()}
 
     @property
-    def pairs(self) -> Mapping[Key, Pair]:
+    def pairs(self) -> Mapping[PairKey, Pair]:
         """The lines."""
         return self._pairs
 
@@ -59,7 +56,7 @@ class Outgoing:
         """Let go of the weights at the end of an update: the next one looks at them anew."""
         self._storages = None
 
-    def changes(self, found: Changes) -> dict[Key, Changes]:
+    def changes(self, found: Changes) -> dict[PairKey, Changes]:
         """The changes of every line, with values; the same object for engines of one layout.
 
         Args:

@@ -16,6 +16,7 @@ from awex_delta.lines.ends import LineEnd
 from awex_delta.lines.storages import Storages
 from awex_delta.plan.describe import EngineColumns, EngineSpec, dtype_name
 from awex_delta.plan.pairs import Pair, engine_line
+from awex_delta.plan.rank import PairKey
 from awex_delta.plan.shards import dense_volume
 from awex_delta.protocol.agreement import Decision, Proposal, check_arrived
 from awex_delta.protocol.comm import Comm
@@ -23,7 +24,7 @@ from awex_delta.protocol.ledger import EngineLedger, check_version
 from awex_delta.protocol.pipeline import receive_frames
 from awex_delta.protocol.rendezvous import Rendezvous
 from awex_delta.protocol.session import Session, Stopwatch, in_step
-from awex_delta.protocol.staging import Key, Staging
+from awex_delta.protocol.staging import Staging
 from awex_delta.protocol.stats import UpdateStats
 from awex_delta.protocol.verdict import Kind
 from awex_delta.protocol.verify import Scope, Verifier
@@ -36,7 +37,7 @@ _MAX_NAMED = 8  # tensors that an error names
 
 
 class Receiver:
-    """Keeps one engine rank identical to the trainer. One object an engine rank.
+    """Keeps one engine rank identical to the trainer. One object for each engine rank.
 
     Example:
         >>> receiver = Receiver(view, rendezvous, 0, "a", settings)  # doctest: +SKIP
@@ -78,7 +79,7 @@ class Receiver:
         self._ledger = EngineLedger()
         self._targets: dict[str, torch.Tensor] = {}  # in the order of the engine's line
         self._storages: Storages | None = None
-        self._ends: dict[Key, LineEnd] = {}
+        self._ends: dict[PairKey, LineEnd] = {}
 
     @property
     def version(self) -> int | None:
@@ -132,7 +133,7 @@ class Receiver:
             ConfigError: `version` is not an int of at least 0.
             ConnectError: ranks are missing, or do not fit.
             UpdateError: the update did not commit. `ready` tells whether the weights are still the
-                version before; where a write had begun, they are not served until a full sync.
+                version before; if a write had begun, they are not served until a full sync.
 
         Collective: yes, over all transfer ranks.
         """
@@ -200,7 +201,7 @@ class Receiver:
         )
 
     def _look_at_weights(self) -> None:
-        """Follow live tensors to where their memory is now, and make the tables after connecting."""
+        """Look where the memory of live tensors is now; after connecting, make the tables of all lines."""
         targets = list(self._targets.values())
         if self._storages is None or not self._storages.hold(targets):
             self._storages = Storages(targets)
@@ -285,7 +286,7 @@ class Receiver:
 
 
 def _by_storage(tensors: Sequence[EngineTensor]) -> list[EngineTensor]:
-    """Tensors of one storage together, so that a line crosses from one storage to the next once each."""
+    """Put tensors of one storage together, so that each storage is one range of the engine's line."""
     order: dict[int, int] = {}
     for tensor in tensors:
         order.setdefault(tensor.view.untyped_storage().data_ptr(), len(order))

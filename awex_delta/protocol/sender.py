@@ -14,10 +14,11 @@ from awex_delta.detection.slices import Detection
 from awex_delta.lines.changes import Changes
 from awex_delta.lines.ends import LineEnd
 from awex_delta.observe.runlog.tally import count_parts
+from awex_delta.plan.rank import PairKey
 from awex_delta.plan.shards import dense_volume
 from awex_delta.protocol.agreement import Decision, check_arrived
 from awex_delta.protocol.ledger import check_version
-from awex_delta.protocol.outgoing import Key, Outgoing
+from awex_delta.protocol.outgoing import Outgoing
 from awex_delta.protocol.pipeline import Pack, send_frames
 from awex_delta.protocol.rendezvous import Rendezvous
 from awex_delta.protocol.session import Stopwatch, in_step
@@ -41,7 +42,7 @@ _WARN_AFTER = 3
 
 
 class Sender(TrainerEnd):
-    """Keeps the engines of one pairing identical to this trainer. One object a trainer rank.
+    """Keeps the engines of one pairing identical to this trainer. One object for each trainer rank.
 
     Example:
         >>> sender = Sender(view, rendezvous, trainer_rank=rank, settings=settings)  # doctest: +SKIP
@@ -101,7 +102,7 @@ class Sender(TrainerEnd):
     def update_weights(self, version: int) -> UpdateStats:
         """Bring every engine to the trainer's current weights, as `version`.
 
-        Call it on all trainer and engine ranks after an optimizer step. Sends a delta where all ranks
+        Call it on all trainer and engine ranks after an optimizer step. Sends a delta if all ranks
         are sure of the base, and a full sync otherwise.
 
         Args:
@@ -157,7 +158,7 @@ class Sender(TrainerEnd):
         watch: Stopwatch,
         failure: str,
     ) -> UpdateStats:
-        """One half of the update, up to the completion agreement.
+        """This rank's half of the update, up to the last agreement.
 
         failure: why this rank cannot go on, if something has failed on it already.
         """
@@ -212,11 +213,14 @@ class Sender(TrainerEnd):
         outgoing: Outgoing,
         watch: Stopwatch,
         verifier: Verifier,
-    ) -> tuple[dict[Key, list[Pack]], int]:
-        """What makes the frames of each line, and the elements in them. A line without changes has none."""
+    ) -> tuple[dict[PairKey, list[Pack]], int]:
+        """Functions that make the frames of each line, and how many elements all frames carry.
+
+        A line in which nothing changed and nothing travels whole has no frames.
+        """
         share = detection.num_changed / detection.num_owned if detection.num_owned else 0.0
         codec = cheapest(self._session.codecs, share, self._bytes_per_second)
-        frames: dict[Key, list[Pack]] = {}
+        frames: dict[PairKey, list[Pack]] = {}
         total = 0
         for key, changes in outgoing.changes(detection.changes).items():
             pair, end = outgoing.pairs[key], outgoing.ends[key]

@@ -102,7 +102,7 @@ class Session:
 
         Args:
             comm: this rank's seat.
-            settings: must be equal on every rank, but for timeouts and local memory choices.
+            settings: must be equal on every rank, except for timeouts and local memory choices.
             describe: gives this rank's description, from the settings that all must share.
             on_phase: called with the name of each phase as it begins; an exception that it raises
                 counts as this rank's failure in that phase.
@@ -165,9 +165,9 @@ class Session:
     def attempt(self, phase: str | None, work: Callable[[], Value]) -> tuple[Value | None, str]:
         """Run rank-local work of a phase, and turn a failure into a text for the next agreement.
 
-        Without a phase nobody is told that it begins: so where `work` holds a collective of the training
-        framework, which no rank may miss. A failed update (a peer that is gone) is not local and passes
-        through.
+        If `phase` is None, `on_phase` is not called. That is for `work` with a collective of the training
+        framework, which no rank may miss because its `on_phase` raised. An update that failed already (a
+        peer is gone) is not local: its error passes through.
         """
         try:
             if phase is not None:
@@ -260,8 +260,8 @@ class Session:
 
         Args:
             decision: what was agreed at the beginning.
-            facts: of every rank: `bytes`, `changed` and `owned`, where it has any.
-            mine: the same of this rank, and `elements`.
+            facts: what every rank said: `bytes`, `changed` and `owned`, as far as it has them.
+            mine: the same for this rank, and `elements`.
             verified: what was compared.
             seconds: wall time by phase.
         """
@@ -282,7 +282,7 @@ class Session:
         )
 
     def _rows(self, rows: TypeAdapter[Value], mine: Value, phase: str) -> list[Value]:
-        """Give one row to every rank and get all. A row that is none of this kind ends the lockstep."""
+        """Give this rank's row to all and get theirs. Raises LockstepError for a row of another kind."""
         blobs = self.comm.gather(
             rows.dump_json(mine), width=ROW_BYTES, phase=f"{phase} of version {self._version}"
         )

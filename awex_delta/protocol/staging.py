@@ -11,28 +11,26 @@ from awex_delta.errors import DriftError
 from awex_delta.lines.changes import Changes
 from awex_delta.lines.ends import LineEnd
 from awex_delta.plan.pairs import Pair
+from awex_delta.plan.rank import PairKey
 from awex_delta.protocol.agreement import Decision
 from awex_delta.protocol.session import Session
 from awex_delta.wire.codec import settle
 from awex_delta.wire.digest import pays_to_compile
 from awex_delta.wire.frame import Unpacked, check_complete, unpack_frame
 
-Key = tuple[int, torch.dtype]
-"""Sender and wire dtype: which of a receiver's lines."""
-
-_PIECE = 1 << 21  # elements that are written or read back at a time
+_PIECE = 1 << 21  # the most elements that are written or read back at a time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Staged:
-    """What one frame says: changes with values and no codes, or all values from position `start` on."""
+    """What one frame says: changes with values and no codes; if `pos` is None, all values from `start` on."""
 
     start: int
     value: torch.Tensor
     pos: torch.Tensor | None
 
     def pieces(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Positions and values, some million at a time."""
+        """Positions and values, a piece at a time."""
         for first in range(0, self.value.numel(), _PIECE):
             value = self.value[first : first + _PIECE]
             start = self.start + first
@@ -51,7 +49,7 @@ class Staging:
         self,
         session: Session,
         decision: Decision,
-        ends: Mapping[Key, LineEnd],
+        ends: Mapping[PairKey, LineEnd],
         name: Callable[[Pair, torch.Tensor], str],
     ) -> None:
         """Stage for one rank.
@@ -68,14 +66,14 @@ class Staging:
         self._name = name
         self._compiled = pays_to_compile(torch.device("cpu"), session.met.full_bytes)
         self.has_drifted = False
-        self._stops: dict[Key, int] = {}  # how many elements of a line have come
-        self._staged: dict[Key, list[_Staged]] = {}
+        self._stops: dict[PairKey, int] = {}  # how many elements of a line have come
+        self._staged: dict[PairKey, list[_Staged]] = {}
 
     def of(self, dtype: torch.dtype) -> Callable[[int, torch.Tensor], None]:
-        """What takes (sender, frame) in the round of `dtype`."""
+        """A function that takes each (sender, frame) in the round of `dtype`."""
         return lambda sender, frame: self.add((sender, dtype), frame)
 
-    def add(self, key: Key, frame: torch.Tensor) -> None:
+    def add(self, key: PairKey, frame: torch.Tensor) -> None:
         """Check one frame and keep what it says; nothing aliases `frame` afterwards.
 
         Raises:
@@ -118,11 +116,11 @@ class Staging:
                 written += value.numel()
         return written
 
-    def keys(self) -> Iterator[Key]:
-        """The lines of which something was staged."""
+    def keys(self) -> Iterator[PairKey]:
+        """The lines for which something was staged."""
         return iter(self._staged)
 
-    def live(self, key: Key) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def live(self, key: PairKey) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """What the live weights of one line hold at the elements that were written."""
         for pos, _ in (piece for one in self._staged[key] for piece in one.pieces()):
             yield pos, self._ends[key].gather(pos)

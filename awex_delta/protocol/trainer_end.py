@@ -1,4 +1,4 @@
-"""A trainer rank's end of every update, wherever it goes: what it owns, doubts, proposes, committed."""
+"""What a trainer rank does in every update, wherever it goes: describe, detect, propose, keep the ledger."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class TrainerEnd:
         return self._comm
 
     def _join(self, purpose: str) -> Outgoing:
-        """Meet the other ranks if that is due; the lines that this rank sends."""
+        """Meet the other ranks if that is due. Returns the lines that this rank sends."""
         if not self._session.ensure_connected(purpose) and self._outgoing is not None:
             return self._outgoing
         met = self._session.met

@@ -42,7 +42,7 @@ def scope_of(settings: DeltaSettings, decision: Decision) -> Scope:
 
     Args:
         settings: those that all ranks agreed on.
-        decision: of this update. A full sync writes every element, so every element is touched.
+        decision: what the ranks decided for this update. A full sync touches every element.
     """
     if not settings.enabled or settings.verify == Scope.OFF:
         return Scope.OFF
@@ -72,7 +72,7 @@ class Verifier:
         self._sums: dict[int, int] = {}  # by line: engines of one layout get the same from one trainer rank
 
     def add(self, scope: Scope, pair: Pair, content: Content) -> None:
-        """Take the digest of what this rank holds of one line, if this update compares so much.
+        """Take the digest of what this rank holds of one line, if `scope` is what this update compares.
 
         Args:
             scope: what `content` gives: the elements that this update touches, or all of the line.

@@ -20,7 +20,7 @@ from awex_delta.errors import UnsupportedError
 from awex_delta.protocol.verdict import Reason
 from awex_delta.settings.agreed import DeltaSettings
 from awex_delta.trainers.megatron_layout import (
-    Part,
+    OwnedPart,
     Shard,
     check_tying,
     global_layer_ids,
@@ -57,7 +57,7 @@ class MegatronTrainer:
         self._settings = settings
         self._params: dict[str, torch.nn.Parameter] = {}
         self._biases: dict[str, torch.nn.Module] = {}
-        self._parts: dict[str, Part] = {}
+        self._parts: dict[str, OwnedPart] = {}
         self._late: list[str] = []
         self._groups: dict[str, dist.ProcessGroup] = {}
         self._infos: dict[str, WeightInfo] = {}
@@ -299,7 +299,7 @@ class MegatronTrainer:
     def _add_weight(self, name: str, stage: int, tensor: torch.Tensor, shard: Shard | None) -> None:
         key = param_key(name, stage)
         owners: tuple[int, ...] = ()
-        part: Part | None = None
+        part: OwnedPart | None = None
         if shard is not None and tensor.dtype != torch.float32:
             owners, part = shard.owners, shard.part
         elif shard is not None and shard.late:

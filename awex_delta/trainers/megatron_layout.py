@@ -32,7 +32,7 @@ _LAYER = re.compile(r"(?:^|\.)decoder\.layers\.(\d+)$")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class OwnedPart:
     """The part of one parameter that this rank steps.
 
     optimizer: the inner `torch.optim.Optimizer`.
@@ -60,7 +60,7 @@ class Shard:
 
     param: torch.nn.Parameter
     owners: tuple[int, ...]
-    part: Part | None
+    part: OwnedPart | None
     late: bool
     group: dist.ProcessGroup | None
 
@@ -209,10 +209,10 @@ def _distributed_shards(part: Any) -> Iterator[Shard]:
         for bucket in buckets
         for param, maps in bucket["param_map"].items()
     }
-    owned: dict[torch.nn.Parameter, Part] = {}
+    owned: dict[torch.nn.Parameter, OwnedPart] = {}
     for param, stepped, main in _distributed_masters(part):
         span = spans[param]
-        owned[param] = Part(
+        owned[param] = OwnedPart(
             optimizer=part.optimizer, start=span.start, stop=span.end, stepped=stepped, main=main
         )
     group = part.data_parallel_group
@@ -249,7 +249,7 @@ def _replicated_shards(part: Any) -> Iterator[Shard]:
 
 def _whole(optimizer: torch.optim.Optimizer, param: torch.nn.Parameter, main: torch.Tensor | None) -> Shard:
     # Every data-parallel rank steps all of it, so that any one of them can send it alone.
-    part = Part(
+    part = OwnedPart(
         optimizer=optimizer, start=0, stop=param.numel(), stepped=param if main is None else main, main=main
     )
     return Shard(param=param, owners=(dist.get_rank(),), part=part, late=False, group=None)

@@ -91,7 +91,8 @@ class TrainerView(Protocol):
     def gather_params(self) -> None:
         """Make every local weight current (finish or force the parameter all-gather).
 
-        Collective over the data-parallel groups; called on all trainer ranks for a full sync only.
+        Collective over the data-parallel groups. Called on all trainer ranks for a full sync, and for a delta
+        if some parameter that several ranks own in parts travels whole.
         """
 
     def committed(self) -> None:

@@ -1,7 +1,7 @@
-"""Where the line of a pair is cut: into buckets of which each makes a frame that keeps to a limit.
+"""Cuts a pair's line into buckets, each of which makes one frame that keeps to a limit.
 
-Two buckets must hold two frames, of which one travels, and what packing or unpacking the other takes. Each
-frame is counted with half of that work, so it fits one bucket together with that half.
+While one frame travels, another one is packed or unpacked. Two buckets of memory must hold both frames and
+the working memory for one. So each frame has to fit one bucket together with half of its working memory.
 
 The part that always travels whole comes first. The rest is cut between two changed elements. If all values of
 such a bucket take fewer bytes than its changes, they are sent.
@@ -53,10 +53,10 @@ class Bucket:
 
 
 def frame_bytes(bucket_bytes: int) -> int:
-    """The most bytes of a frame with half of the work on it.
+    """The most bytes that a frame and half of its working memory may take together.
 
-    A bucket less half of SCRATCH_BYTES, which are at work whatever the size of a frame; small buckets, in
-    which the work is small as well, leave an eighth for them.
+    That is a bucket less half of SCRATCH_BYTES, which a frame of any size needs. Frames of small buckets need
+    less: an eighth of the bucket is left for them.
     """
     return bucket_bytes - min(SCRATCH_BYTES // 2, bucket_bytes // 8)
 
@@ -74,11 +74,11 @@ def cut(
     """Cut the changes of one pair into buckets.
 
     Args:
-        changes: of the pair, with values.
+        changes: all changes of the pair, with values.
         codec: what will pack them.
         dtype: wire dtype.
         numel: elements of the pair's line.
-        bucket_bytes: half of the memory that two frames may take together with the work on one of them,
+        bucket_bytes: half of the memory that two frames and the working memory for one may take together,
             beside the changes; at least MIN_BUCKET_BYTES.
         whole_prefix: how many elements at the begin of the line always travel whole. What changes say of
             them is not used.
@@ -116,7 +116,7 @@ class _Cutter:
 
     @property
     def room(self) -> int:
-        """The most bytes of a frame with half of the work on it."""
+        """See `frame_bytes`."""
         return frame_bytes(self.bucket_bytes)
 
     def next(self, begin: int, first: int, reach: int) -> Bucket:
@@ -141,7 +141,7 @@ class _Cutter:
         return int(torch.searchsorted(self.changes.pos, position))
 
     def _size(self, count: int, numel: int) -> int:
-        """The most bytes of a frame of `count` changes among `numel` elements, and half of the work on it."""
+        """The most bytes of a frame of `count` changes in `numel` elements and half of its working memory."""
         body = self.codec.limit(count, numel, self.dtype)
         guard = 0 if self.unstated is None else guard_limit(min(count, self.unstated))
         return HEADER_BYTES + body + guard + self.codec.work(count, numel, self.dtype) // 2

@@ -1,4 +1,4 @@
-"""Which encoding is fastest: work a change, measured once, against the bytes that it saves on this link."""
+"""Which encoding is fastest: its work on each change, measured once, against the bytes that it saves."""
 
 from __future__ import annotations
 
@@ -59,11 +59,11 @@ def cheapest(codecs: Sequence[Codec], share: float, bytes_per_second: float | No
     """The encoding whose work and transfer take the least time.
 
     Args:
-        codecs: those to choose from; one alone needs no other argument.
+        codecs: those to choose from. If there is only one, the other arguments are not used.
         share: changed elements over owned elements.
-        bytes_per_second: what this rank's last large transfer ran at, beside those of the other senders on
-            its link, so that it is this rank's part of the link; None before the first: then the encoding
-            of the least work is taken.
+        bytes_per_second: the speed of this rank's last large transfer. Other senders used the link at the
+            same time, so it is this rank's part of the link. None before the first such transfer: then the
+            encoding with the least work is taken.
     """
     known = [codec for codec in codecs if codec.name in _WORK_SECONDS]
     if len(codecs) == 1 or not known:

@@ -1,4 +1,4 @@
-"""The exponents of a frame of `wire.context`: their places in its streams."""
+"""The exponents that occur in a frame of `wire.context`, and where each has its place in the streams."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from awex_delta.wire.steps import step_limits
 from awex_delta.wire.streams import StreamReader
 
 GROUP = 4096
-"""Changes of a group at least, but for the last one."""
+"""A group has at least so many changes, unless the frame has fewer."""
 
 MAX_SHIFT = 27
 """Leaves five bits of the longest gap, which has 32."""
@@ -26,7 +26,7 @@ Ints = NDArray[np.int64]
 
 
 def load_loops() -> Any:
-    """The compiled loops, compiled or loaded when first needed: most who import this package never walk."""
+    """The compiled loops, compiled or loaded when first needed: most programs never need them."""
     return importlib.import_module("awex_delta.wire.walk")
 
 
@@ -49,7 +49,7 @@ class Classes:
         return np.cumsum(self.counts)
 
     def groups(self) -> list[slice]:
-        """The slots of each group: whole exponents, GROUP changes at least, what is left in the last."""
+        """The slots of each group: whole exponents, GROUP changes or more. The rest joins the last group."""
         groups, begin = [], 0
         for end in self.ends.tolist():
             if end - begin >= GROUP:
@@ -64,12 +64,12 @@ class Classes:
 
     @property
     def low_bytes(self) -> int:
-        """What the lower bits of all gaps take."""
+        """Bytes that the lower bits of all gaps take."""
         return (int((self.counts * self.shifts).sum()) + 7) // 8
 
     @property
     def table(self) -> Ints:
-        """As it is written."""
+        """The table as a frame holds it, int64 [exponents]."""
         return self.kinds | self.shifts << 8 | self.counts << 16
 
     def slots(self) -> list[slice]:
@@ -78,7 +78,7 @@ class Classes:
         return [slice(end - count, end) for end, count in zip(ends, self.counts.tolist(), strict=True)]
 
     def cursors(self) -> Ints:
-        """Where each of all exponents begins, [256, 7]: see `walk`; without the places of escapes."""
+        """Where each of the 256 exponents begins, [256, 7], as `walk` takes it, still without its escapes."""
         table, bit, pairs = np.zeros((NUM_CLASSES, 7), np.int64), 0, 0
         kinds = iter(zip(self.kinds.tolist(), self.slots(), self.shifts.tolist(), strict=True))
         for group in self.groups():
@@ -96,7 +96,7 @@ def read_classes(stream: StreamReader, total: int) -> Classes:
     """Read the table of a frame with `total` changes.
 
     Raises:
-        CorruptFrameError: it makes no sense.
+        CorruptFrameError: exponents do not ascend, or a shift or a count is impossible.
     """
     table = stream.read_all(torch.int64).numpy()
     kinds, shifts, counts = table & 255, (table >> 8) & 255, table >> 16
@@ -104,5 +104,7 @@ def read_classes(stream: StreamReader, total: int) -> Classes:
         bool((np.diff(kinds) > 0).all()) and bool((counts > 0).all()) and bool((shifts <= MAX_SHIFT).all())
     )
     if not ordered or any(count > total for count in counts.tolist()) or int(counts.sum()) > total:
-        raise CorruptFrameError("the table of exponents makes no sense")
+        raise CorruptFrameError(
+            "the table of exponents is out of order, or lists impossible shifts or counts"
+        )
     return Classes(kinds=kinds, counts=counts, shifts=shifts)

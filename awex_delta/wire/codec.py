@@ -62,7 +62,7 @@ class Codec(Protocol):
         Args:
             changes: all in `span`, with values; on any device.
             span: at most MAX_SPAN elements.
-            dtype: of the values.
+            dtype: the dtype of the values.
             out: uint8, `limit` bytes or more on the CPU, beginning at a multiple of 8 in its storage; None
                 for new memory.
             read: the values after the step, for an encoding that needs them.
@@ -80,12 +80,12 @@ class Codec(Protocol):
             body: uint8 [n] on the CPU, beginning at a multiple of 8 in its storage.
             count: how many elements changed.
             span: as it was packed; at most MAX_SPAN elements.
-            dtype: of the values.
+            dtype: the dtype of the values.
             read: the values of the base, for an encoding that needs them.
 
         Returns:
-            Changes with values. If they have codes, a value stands only where the code is -128, and the
-            others are 0: see `settle`. Only values may alias the body.
+            Changes with values. If they have codes, only the values of changes with code -128 are set,
+            and the others are 0: see `settle`. Only values may alias the body.
 
         Raises:
             CorruptFrameError: the body does not fit the count, or a position is out of place.

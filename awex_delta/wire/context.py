@@ -10,11 +10,11 @@ not know what a change without a step replaces, so such changes travel beside th
 and both sides leave them out of the walk.
 
     number of groups, int64
-    classes         int64 an exponent that occurs: exponent, shift << 8, changes << 16
-    gap, low bits   `shift` bits a gap
-    gap, 32 bit     what is left of a gap beyond 254, for each escape
-    unstated        what has no step, as a body of its own (`gaps`, packed)
-    of each group   gap without its low bits, 255 for an escape; steps, two streams, see `wire.steps`
+    classes         an int64 for each exponent that occurs: exponent, shift << 8, changes << 16
+    gap, low bits   `shift` bits of each gap
+    gap, 32 bit     what is left of each gap that escapes, which is beyond 254
+    unstated        changes without a step, as a body of their own (`gaps`, packed)
+    for each group  gap without its low bits, 255 for an escape; steps, two streams, see `wire.steps`
 
 The shift keeps the mean of what is left between 16 and 31, whatever the exponent: escapes are rare, and
 exponents that occur seldom can share a group, which saves the tables of the compressor.
@@ -52,7 +52,7 @@ def numba_is_installed() -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextCodec:
-    """See the module."""
+    """The encoding that the head of this module describes."""
 
     name: str = "ulp_context"
     number: int = 5
@@ -68,11 +68,11 @@ class ContextCodec:
         return False
 
     def size(self, changes: Changes, numel: int, dtype: torch.dtype) -> int:
-        """See `Codec.size`. What it would be without the context, which saves a quarter."""
+        """See `Codec.size`. The size without context; context saves a quarter of it."""
         return _PLAIN_STEPS.size(changes, numel, dtype)
 
     def limit(self, count: int, numel: int, dtype: torch.dtype) -> int:
-        """See `Codec.limit`. What states no step takes less than what does, but for its wide gaps."""
+        """See `Codec.limit`. A change without a step takes less than one with a step, wide gaps aside."""
         plain = _PLAIN.limit(count, numel, dtype)
         if dtype is not torch.bfloat16 or not count:
             return plain
@@ -81,7 +81,7 @@ class ContextCodec:
         return stated + plain - 3 * count
 
     def work(self, count: int, numel: int, dtype: torch.dtype) -> int:
-        """See `Codec.work`: gaps and steps by slot, or the streams that the receiver walks along."""
+        """See `Codec.work`: gaps and steps by slot on the sender, unpacked streams on the receiver."""
         if dtype is not torch.bfloat16:
             return _PLAIN.work(count, numel, dtype)
         by_slot = count * (torch.uint32.itemsize + 1)
@@ -115,7 +115,9 @@ class ContextCodec:
         num_stated = int(classes.counts.sum())
         beside = _PLAIN.open(streams[3].read_all(torch.uint8), count - num_stated, span, dtype)
         if sum(stream.left for stream in streams[_FIXED_STREAMS::3]) != num_stated:
-            raise CorruptFrameError(f"another number of gaps than the {num_stated} of the table")
+            raise CorruptFrameError(
+                f"the table lists {num_stated} changes, and the frame holds another number of gaps"
+            )
         pos, value = torch.empty(count, dtype=torch.int64), torch.empty(count, dtype=dtype)
         (values,) = _PLAIN.read_positions(beside, span, pos[num_stated:])
         values.read_into(value[num_stated:].view(torch.uint8))
@@ -137,7 +139,11 @@ def _needed(read: Read | None) -> Read:
 
 
 def _stated_limit(count: int, numel: int) -> int:
-    """The most bytes of gaps and steps: a byte a gap, an escape an eighth of them, one and a half a step."""
+    """The most bytes of gaps and steps.
+
+    A gap takes one byte, and four more if it escapes, which one in eight does at most; a step takes up to one
+    and a half. Lower bits come on top.
+    """
     shift = max(0, (numel // (16 * max(count, 1))).bit_length())
     return count * 4 + (count * shift) // 8 + 8
 
@@ -214,7 +220,7 @@ def _encoded(changes: Changes, span: Span, read: Read, out: torch.Tensor) -> tor
 
 
 def _unstated(changes: Changes, begin: int) -> Iterator[Entries]:
-    """Gaps and values of what states no step, a piece at a time."""
+    """Gaps and values of the changes without a step, a piece at a time."""
     before = begin - 1
     for pos, value, code in pieces(changes):
         places = places_of(code, UNSTATED)

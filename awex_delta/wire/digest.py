@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 
 from awex_delta.errors import NumericsError
+from awex_delta.lines.storages import BITS
 
 MODULUS = 1 << 64
 """Digests are whole numbers below this, and are added modulo it."""
@@ -27,15 +28,14 @@ MODULUS = 1 << 64
 _GOLDEN = 0x9E3779B97F4A7C15 - MODULUS  # torch has no arithmetic on uint64: the same bits, as int64
 _MULTIPLIERS = (0xBF58476D1CE4E5B9 - MODULUS, 0x94D049BB133111EB - MODULUS)
 _SHIFTS = (30, 27, 31)
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-# Elements at a time: eager, what stays in a processor's cache; elsewhere, what hides the cost of a call.
+# Elements at a time: eager on a CPU as many as stay in its cache; else enough to hide the cost of a call.
 _EAGER_PIECE = 1 << 16
 _DEVICE_PIECE = 1 << 22
 _COMPILED_PIECE = 1 << 18
 _MIN_COMPILED = 1 << 12  # a compiled call has its price, too: below this, eager is as fast
 WORTH_COMPILING = 1 << 24
-"""Compiling takes seconds, once a process: fewer elements than this never earn them back."""
+"""Compiling takes seconds, once in a process: fewer elements than this never earn them back."""
 
 _COMPILER_FAILURES = (RuntimeError, OSError, ImportError, subprocess.SubprocessError)
 _Sum = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
@@ -46,7 +46,7 @@ _log = logging.getLogger(__name__)
 def pays_to_compile(device: torch.device, full_bytes: int) -> bool:
     """Whether digests on `device` should run compiled, if a full sync has so many bytes.
 
-    A GPU is fast enough without, and if an engine runs on one, its compiler is in use.
+    A GPU is fast enough without, and an engine that runs on one may be using the compiler.
     """
     return device.type == "cpu" and full_bytes >= 2 * WORTH_COMPILING  # bf16
 
@@ -60,9 +60,9 @@ def digest(tensor: torch.Tensor, name: str, *, compiled: bool = False) -> int:
     """The digest of a whole tensor; positions count its elements row by row.
 
     Args:
-        tensor: any shape, strides and device, of 1, 2, 4 or 8 bytes an element.
+        tensor: any shape, strides and device, whose elements have 1, 2, 4 or 8 bytes.
         name: sets it apart from other tensors.
-        compiled: compile the loop, which pays from `WORTH_COMPILING` elements a process.
+        compiled: compile the loop, which pays if a process hashes `WORTH_COMPILING` elements or more.
 
     Returns:
         A whole number below 2^64.
@@ -117,7 +117,7 @@ def sum_at(
 
     Args:
         index: int64 [n], their positions.
-        value: [n], 1, 2, 4 or 8 bytes an element, on the same device.
+        value: [n], elements of 1, 2, 4 or 8 bytes, on the same device.
         salt: of `salt_of`.
         counts: bool [n], False for an element that is left out; None counts all.
         compiled: see `digest`.
@@ -143,7 +143,7 @@ def sums_by_group(
 
     Args:
         index, value: see `sum_at`.
-        salts: int64 [g], of each group.
+        salts: int64 [g], the salt of each group.
         group: int64 [n], which group each element belongs to.
 
     Returns:
@@ -171,16 +171,16 @@ def as_unsigned(total: torch.Tensor) -> int:
 
 def _flat_pieces(tensor: torch.Tensor, piece: int) -> Iterator[torch.Tensor]:
     """The bits of a tensor, row by row, as flat integers; of a strided one some rows are copied at a time."""
-    if tensor.element_size() not in _BITS or tensor.is_complex():
-        raise NumericsError(f"no digest of {tensor.dtype}: give a tensor of 1, 2, 4 or 8 bytes an element")
+    if tensor.element_size() not in BITS or tensor.is_complex():
+        raise NumericsError(f"no digest of {tensor.dtype}: give one whose elements have 1, 2, 4 or 8 bytes")
     if not tensor.numel():
         return
     if tensor.is_contiguous():
-        yield from torch.split(tensor.view(-1).view(_BITS[tensor.element_size()]), piece)
+        yield from torch.split(tensor.view(-1).view(BITS[tensor.element_size()]), piece)
         return
     rows = max(1, piece * tensor.shape[0] // tensor.numel())
     for block in torch.split(tensor, rows):
-        yield from torch.split(block.reshape(-1).view(_BITS[tensor.element_size()]), piece)
+        yield from torch.split(block.reshape(-1).view(BITS[tensor.element_size()]), piece)
 
 
 def _scalar(value: int, device: torch.device) -> torch.Tensor:
@@ -190,8 +190,8 @@ def _scalar(value: int, device: torch.device) -> torch.Tensor:
 def _mix_and_sum(
     index: torch.Tensor, bits: torch.Tensor, key: torch.Tensor, counts: torch.Tensor | None
 ) -> torch.Tensor:
-    """One splitmix64 output an element that counts, summed. index int64 [n], bits integers [n], key an int64
-    scalar, counts bool [n]."""
+    """The sum of one splitmix64 output for each element that counts. index int64 [n], bits integers [n], key
+    an int64 scalar, counts bool [n]."""
     mixed = key + index * _GOLDEN + bits
     for shift, multiplier in zip(_SHIFTS, (*_MULTIPLIERS, 1), strict=True):
         mixed = (mixed ^ ((mixed >> shift) & _low_bits(64 - shift))) * multiplier
@@ -207,7 +207,7 @@ def _mix_and_sum_in_place(
 
 
 def _mixed_in_place(index: torch.Tensor, bits: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """One splitmix64 output an element, int64 [n], with two temporaries in all."""
+    """One splitmix64 output for each element, int64 [n], with two temporaries in all."""
     mixed = torch.add(key, index, alpha=_GOLDEN).add_(bits)
     shifted = torch.empty_like(mixed)
     for shift, multiplier in zip(_SHIFTS, (*_MULTIPLIERS, None), strict=True):
@@ -239,7 +239,7 @@ def _mixer(device_type: str, *, compiled: bool) -> tuple[_Sum, int]:
 
 @functools.cache
 def _compiled(device_type: str) -> _Sum | None:
-    """Compiled once a process; None if that fails."""
+    """Compiled once in a process; None if that fails."""
     try:
         function = torch.compile(_mix_and_sum, dynamic=True)
         index = torch.arange(_EAGER_PIECE, device=device_type)

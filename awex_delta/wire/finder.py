@@ -43,9 +43,9 @@ def find(
     loops.find_escapes(high, pairs, cursors, totals)
     sizes = len(wide_steps), len(wide_gaps), len(low)
     if sizes != (*totals.tolist(), classes.low_bytes):
-        raise CorruptFrameError(f"{sizes} wide steps, wide gaps and bytes of lower bits do not fit the rest")
+        raise CorruptFrameError(f"{sizes} wide steps, wide gaps and bytes of lower bits do not fit the frame")
     if wide_steps.max(initial=0) == 255:
-        raise CorruptFrameError("a change among those with a step has none")
+        raise CorruptFrameError("a change that should state its step states none")
     streams = high, low, pairs, wide_steps, wide_gaps
     left = np.array([loops.next_gap(own, cursors, high, low, wide_gaps) for own in range(NUM_CLASSES)])
     at = np.array([0, classes.counts.sum()], np.int64)
@@ -59,7 +59,7 @@ def find(
 def _grouped(
     classes: Classes, streams: Sequence[StreamReader]
 ) -> tuple[NDArray[np.uint8], NDArray[np.uint8], NDArray[np.uint8]]:
-    """Upper gap bytes by slot, and both streams of steps; the pairs of each group begin with a byte."""
+    """Upper gap bytes by slot, and both streams of steps; each group begins with a new byte."""
     groups = classes.groups()
     if 3 * len(groups) != len(streams):
         raise CorruptFrameError(f"{len(streams)} streams for {len(groups)} groups")

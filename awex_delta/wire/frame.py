@@ -1,4 +1,4 @@
-"""Frames: one bucket of what a sender tells a receiver in one dtype round.
+"""A frame: one bucket of what a sender tells a receiver in the round of one dtype.
 
     header (120 bytes, little-endian)  magic, protocol, codec, dtype, identity, span, lengths, checksum
     body                               the changes in the span, as the codec packs them; or, with codec 0,
@@ -78,7 +78,7 @@ class Unpacked:
     span: what the frame covers.
     changes: with positions in the pair's line; None in a frame that holds all values.
     whole: all values of the span, in order; None in a frame that holds changes.
-    guard: of the changes, if the frame has one.
+    guard: the guard of the changes, if the frame has one.
     """
 
     span: Span
@@ -89,7 +89,7 @@ class Unpacked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Content:
-    """What a header says of what follows. guarded: 0 without a guard, else one more than it leaves out."""
+    """What a header says of what follows. guarded: 0 without a guard, else 1 + the changes it leaves out."""
 
     span: Span
     count: int
@@ -117,7 +117,7 @@ def pack_frame(
         identity: what the frame belongs to.
         codec: packs the changes.
         bucket: what the frame is made of.
-        changes: of the whole pair; those that the bucket was cut from.
+        changes: those of the whole pair, which the bucket was cut from.
         read: the values after the step; for whole buckets, and for codecs that need it.
         compiled: how a guard is computed, see `awex_delta.wire.digest`.
 

@@ -73,7 +73,7 @@ class GapCodec:
         return not self.steps
 
     def size(self, changes: Changes, numel: int, dtype: torch.dtype) -> int:
-        """See `Codec.size`. If streams are packed, the entropy that they come close to."""
+        """See `Codec.size`. For packed streams it is their entropy, which they come close to."""
         count = changes.num_changed
         gap_bytes = _position_entropy(count, numel) if self.compress else count
         if not self._has_steps(dtype):
@@ -88,7 +88,7 @@ class GapCodec:
         return streams_limit(self._limits(count, numel, dtype)) if count else 0
 
     def work(self, count: int, numel: int, dtype: torch.dtype) -> int:
-        """See `Codec.work`: a packed stream beside the one that it is made from, or what steps were read."""
+        """See `Codec.work`: the packed copy of a stream, or the steps that were read."""
         packed = max(self._limits(count, numel, dtype)) if self.compress else 0
         return max(packed, count if self._has_steps(dtype) else 0)
 
@@ -161,7 +161,7 @@ class GapCodec:
         limits = self._limits(count, span.numel, dtype)
         if not count:
             if body.numel():
-                raise CorruptFrameError(f"{body.numel()} bytes for no changed element")
+                raise CorruptFrameError(f"{body.numel()} bytes, though no element changed")
             return [StreamReader(body, 0) for _ in limits]
         streams = open_streams(body, limits)
         if streams[0].left != count * self.levels[0][0].itemsize:
@@ -265,7 +265,7 @@ def _frequency(changes: Changes) -> torch.Tensor:
 
 
 def _position_entropy(count: int, numel: int) -> int:
-    """Bytes to say which `count` of `numel` elements are meant, were all sets equally likely."""
+    """Bytes to say which `count` of `numel` elements are meant, if all choices are equally likely."""
     share = count / max(numel, 1)
     if share in (0, 1):
         return 0

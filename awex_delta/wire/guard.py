@@ -1,8 +1,9 @@
 """What a frame says of its base: a digest of the bits that its changes replace, if the sender knows them.
 
-An encoding that sends whole values repairs what drifted at an engine, unseen. So such a frame has a guard,
-and an engine compares before anything is written. The digest sums hashes of (position in the pair's line, old
-bits), see `wire.digest`, and lies in the header. At the end of the frame stands what it leaves out:
+An encoding that sends whole values would repair weights that drifted at an engine, and nobody would notice.
+So its frames have a guard, which the engine compares before anything is written. The digest sums hashes of
+(position in the pair's line, old bits), see `wire.digest`, and lies in the header. At the end of the frame
+stands what it leaves out:
 
     unstated, 32 bit    places, among the changes of the frame, of those for which detection states no step:
                         their old bits are not known
@@ -23,9 +24,10 @@ from awex_delta.wire.digest import as_unsigned, sum_at
 from awex_delta.wire.pieces import places_of
 from awex_delta.wire.spans import Old
 
-# Changes at a time: so much torch does on one thread of a CPU, and waits for no other; a GPU takes more.
+# Changes at a time: torch does so few on one thread of a CPU, and waits for no other; a GPU takes more.
 _PIECE, _DEVICE_PIECE = 1 << 15, 1 << 20
-_MIN_CHANGES_FOR_UNSTATED = 16  # a change that states no step costs 4 bytes: more of them, and it is too dear
+# A change that states no step costs 4 bytes: if more than one in 16 states none, a guard is too dear.
+_MIN_CHANGES_FOR_UNSTATED = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,8 +67,9 @@ def guard_limit(num_unstated: int) -> int:
 def num_unstated(codec: Codec, changes: Changes) -> int | None:
     """How many changes guards would leave out; None if frames of these changes have no guard.
 
-    They gain by one if values are sent whole and most old ones are known. Encodings that send steps need
-    none: from another base they make other values, which read back wrong. Waits for a device once.
+    A guard is worth its bytes if values are sent whole and most old values are known. Encodings that send
+    steps need none: on another base they give wrong values, which verification finds.
+    Waits for a device once.
 
     Args:
         codec: what will pack them.
@@ -114,14 +117,16 @@ def read_guard(digest: int, section: torch.Tensor, num_changes: int) -> Guard:
     Args:
         digest: as the header has it.
         section: uint8 [4 n].
-        num_changes: of the frame.
+        num_changes: how many changes the frame has.
 
     Raises:
         CorruptFrameError: a place is out of order, or beyond the changes.
     """
     unstated = section.clone().view(torch.uint32).to(torch.int64)
     if unstated.numel() and (bool((unstated.diff() <= 0).any()) or int(unstated[-1]) >= num_changes):
-        raise CorruptFrameError("a guard leaves out changes out of order, or beyond those of its frame")
+        raise CorruptFrameError(
+            "the places that a guard leaves out do not ascend, or lie beyond the changes of its frame"
+        )
     return Guard(digest=digest, unstated=unstated)
 
 

@@ -27,7 +27,7 @@ Piece = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def slices(total: int) -> Iterator[slice]:
-    """The ranges of `total` changes that make a piece each."""
+    """The ranges of `total` changes, one for each piece."""
     return (slice(first, min(first + PIECE, total)) for first in range(0, total, PIECE))
 
 
@@ -60,11 +60,11 @@ def blocks(read: Read, span: Span) -> Iterator[tuple[int, torch.Tensor]]:
 
 
 def bits_of(weights: torch.Tensor) -> NDArray[np.uint16]:
-    """bf16 [n] as patterns on the CPU."""
+    """The bit patterns of bf16 [n], on the CPU."""
     patterns: NDArray[np.int16] = weights.detach().cpu().contiguous().view(torch.int16).numpy()
     return patterns.view(np.uint16)
 
 
 def places_of(entries: torch.Tensor, entry: int) -> torch.Tensor:
-    """Where integers on the CPU are `entry`, int64 [n]; several times faster than torch finds it."""
+    """Where integers on the CPU are `entry`, int64 [n]; several times as fast as with torch."""
     return torch.from_numpy(np.flatnonzero(entries.numpy() == entry))

@@ -1,6 +1,6 @@
 """Steps as half bytes: nearly all of them are a few units in the last place.
 
-    step, 4 bit     zigzag, two a byte, the first in the lower half; 15 says that it is in the next stream
+    step, 4 bit     zigzag, two in each byte, first in the lower half; 15 says that it is in the next stream
     step, 8 bit     zigzag; 255 is -128: no step, the new value is sent
 
 Zigzag orders by size: 0, -1, 1, -2, 2 .. -128 are 0, 1, 2, 3, 4 .. 255. Two steps a byte also help the

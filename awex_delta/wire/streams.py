@@ -1,10 +1,10 @@
 """Byte streams beside each other in one codec body, as they are or packed by zstd.
 
-    directory       int64 [2 k]: bytes of each of k streams, then the bytes that each takes here
+    directory       int64 [2 k]: the bytes of each of k streams unpacked, then those that each takes here
     stream 0 .. k-1 one after the other, each padded to 8 bytes
 
-A stream that takes fewer bytes than it has is one zstd frame, of a window of 512 KiB at most; otherwise it
-lies there as it is.
+A stream whose two numbers in the directory differ is one zstd frame, with a window of at most 512 KiB.
+Otherwise it lies there as it is.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from awex_delta.wire.codec import as_bytes, padding
 
 ZSTD_LEVEL = 1
 ZSTD_WINDOW = 1 << 19
-"""Of level 1. Nothing larger is unpacked: a reader holds its window."""
+"""The window of level 1. A stream with a larger one is not unpacked: a reader holds the window in memory."""
 
 
 class StreamWriter:
@@ -52,7 +52,7 @@ class StreamWriter:
         return self.room(place, entries.numel(), dtype).copy_(entries)
 
     def cut(self, place: int, length: int) -> None:
-        """Take back what the caller left of the room in one stream, beyond its first `length` bytes."""
+        """Keep only the first `length` bytes of one stream: the caller did not fill the rest."""
         self._ends[place] = self._starts[place] + length
 
     def finish(self) -> torch.Tensor:
@@ -84,7 +84,7 @@ class StreamReader:
 
         Args:
             stored: uint8 [n], as it lies in the body.
-            numel: bytes that it has.
+            numel: bytes that it has unpacked.
 
         Raises:
             CorruptFrameError: it is packed, and says another length.

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 NEVER = 2**62
-"""Elements that are left until the next change of a class that has none."""
+"""Stands for the elements before the next change of a class if it has no more changes."""
 
 ESCAPE = 255
 
@@ -102,7 +102,7 @@ def count_gaps(
             What states no step is left out.
         since: [1024], unchanged elements of each class since its last change, in four lanes; counted on.
         slot: [256], where the next gap of a class goes; moved on.
-        sums: [256], of the gaps of a class; added to.
+        sums: [256], the sum of the gaps of each class; added to.
         gaps, steps: by slot, the unchanged elements of its class before a change, and its step.
     """
     place = 0
@@ -173,14 +173,15 @@ def split_gaps(
 
 
 SLOT, LAST, NIBBLE, WIDE_STEP, WIDE_GAP, BIT, SHIFT = range(7)
-"""Of a class: its next slot, the end of its slots, where its next step, escapes and lower bits are."""
+"""Columns of `cursors`: the next slot of a class, the end of its slots, where its next step, escapes and
+lower bits are, and how many lower bits its gaps have."""
 
 
 @_compiled("void", _BYTES, _BYTES, _TABLE, _INTS)
 def find_escapes(
     high: NDArray[np.uint8], pairs: NDArray[np.uint8], cursors: NDArray[np.int64], totals: NDArray[np.int64]
 ) -> None:
-    """Set where the escapes of each class begin, from SLOT, LAST and NIBBLE of all classes.
+    """Fill in WIDE_STEP and WIDE_GAP, where the escapes of each class begin, from its SLOT, LAST and NIBBLE.
 
     Args:
         high, pairs: by slot and by nibble, as `find_changes` takes them.
@@ -254,10 +255,10 @@ def find_changes(
     """Walk a block of weights on the receiver; undoes `count_gaps`.
 
     Args:
-        bits, base: as there, of the base.
-        at: [2], how many changes were found, and the first of those at the end of `places` that is not
-            among them; moved on.
-        left: [256], unchanged elements of each class before its next change; NEVER where there is none.
+        bits, base: as for `count_gaps`, of the weights before the step.
+        at: [2], how many changes were found, and which of those at the end of `places` is the next to move;
+            moved on.
+        left: [256], unchanged elements of each class before its next change; NEVER if there is none.
         cursors: [256, 7], what each class has next; moved on.
         high, low, pairs, wide_steps, wide_gaps: the streams.
         places, new: positions and patterns of the changes found, from the begin; at the end those that state

@@ -15,9 +15,10 @@ import pytest
 import torch
 
 from awex_delta.errors import ConfigError, ConnectError, LockstepError, PeerError, UpdateAborted, UpdateError
+from awex_delta.plan.rank import PairKey
 from awex_delta.protocol import receiver
 from awex_delta.protocol.session import Session
-from awex_delta.protocol.staging import Key, Staging
+from awex_delta.protocol.staging import Staging
 from awex_delta.protocol.stats import UpdateStats
 from awex_delta.protocol.verdict import Kind, Reason
 from awex_delta.testing.dict_engine import DictEngine
@@ -330,7 +331,7 @@ def test_an_engine_that_writes_less_than_was_sent_is_found(
             self.loses = session.comm.seat == 2
             super().__init__(session, *rest)
 
-        def add(self, key: Key, frame: torch.Tensor) -> None:
+        def add(self, key: PairKey, frame: torch.Tensor) -> None:
             if not self.loses or key[0] != TRAINER:
                 super().add(key, frame)
 

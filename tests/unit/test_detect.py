@@ -15,7 +15,7 @@ import torch._inductor.config
 from awex_delta.detection import adamw, pieces
 from awex_delta.detection import invert as detect
 from awex_delta.detection.adamw import AdamWStep
-from awex_delta.detection.invert import Plan, detect_changes
+from awex_delta.detection.invert import StepOf, detect_changes
 from awex_delta.detection.slices import Detection, OwnedSlice
 from awex_delta.errors import UnsupportedError
 from awex_delta.lines.bits import UNSTATED
@@ -207,7 +207,7 @@ def test_a_zero_that_stays_zero_is_sent_once() -> None:
 
 def test_nothing_owned_is_nothing_changed() -> None:
     empty = Training(0).slice()
-    plans: list[Plan] = [lambda _: STEP, lambda _: None]
+    plans: list[StepOf] = [lambda _: STEP, lambda _: None]
     for slices, plan in itertools.product(([], [empty]), plans):
         detection = detect_changes(slices, plan)
         assert (detection.reason, detection.num_changed, detection.num_owned) == (Reason.NONE, 0, 0)
