@@ -20,17 +20,20 @@ from awex_delta.plan.pairs import Pair, pairs_between
 from awex_delta.plan.shards import TrainingSide, copies_of, dense_plan, dense_volume
 from awex_delta.plan.world import World
 
+PairKey = tuple[int, torch.dtype]
+"""Names one of a rank's pairs, and its line: the rank at the other end, and the wire dtype."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Plan:
     """What one rank knows after connecting.
 
-    pairs: of this rank, by (peer, wire dtype).
+    pairs: this rank's pairs.
     dense: AWEX's own plan of a full sync, as this rank sees it.
-    dense_bytes: what this rank sends or receives in one.
+    dense_bytes: what this rank sends or receives in a full sync.
     """
 
-    pairs: Mapping[tuple[int, torch.dtype], Pair]
+    pairs: Mapping[PairKey, Pair]
     dense: TransferPlan
     dense_bytes: int
 

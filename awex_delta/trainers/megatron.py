@@ -34,7 +34,7 @@ from awex_delta.trainers.view import TrainerLayout, WeightInfo, trainer_line
 _EMBEDDING = "model.embed_tokens.weight"
 _LM_HEAD = "lm_head.weight"
 
-_Owned = tuple[WeightInfo, int, slice | None, torch.nn.Parameter, Part]
+_Owned = tuple[WeightInfo, int, slice | None, torch.nn.Parameter, OwnedPart]
 """A parameter that is owned: where its owned part begins in the trainer's line, the part of the live weight,
 that weight, and what is stepped."""
 
