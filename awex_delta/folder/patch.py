@@ -136,7 +136,7 @@ class Journal:
     def commit(self, tip: Manifest, base: Marker, index: bytes) -> int:
         """Make the change from `base` to `tip` certain: `finish` does it, now or after a kill.
 
-        index is the one to come. Returns the bytes written to the journal.
+        `index` is the index to come. Returns the bytes written to the journal.
         """
         folder = version_name(tip.version)
         self._folder.put(f"{folder}/{_INDEX_TO_COME}", [index], self._step)

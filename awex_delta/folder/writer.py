@@ -252,7 +252,9 @@ class DiskWriter(TrainerEnd):
             )
         else:
             detection = Detection()
-            taken, here = self._session.attempt("prepare", self._take_weights)
+            taken, here = self._session.attempt(
+                "prepare", lambda: take_weights(self._view, self._routes, self._met.wholes, self._rank)
+            )
             self._session.agree("prepare", failure or here)
             packed, here = self._session.attempt("encode", lambda: self._pack_full(taken or {}, scope))
         file, digests = packed or (None, {})
@@ -320,9 +322,6 @@ class DiskWriter(TrainerEnd):
         if pair.digest not in self._tables:
             self._tables[pair.digest] = _Table(map=BoxMap(pair.stored), packed=pack_boxes(pair.stored))
         return self._tables[pair.digest]
-
-    def _take_weights(self) -> Taken:
-        return take_weights(self._view, self._routes, self._met.wholes, self._rank)
 
     def _pack_full(self, taken: Taken, scope: Scope) -> tuple[PackedFile | None, Digests]:
         tensors = bring_together(self._comm, taken, self._met.wholes, self._rank)
