@@ -161,7 +161,7 @@ class GapCodec:
         limits = self._limits(count, span.numel, dtype)
         if not count:
             if body.numel():
-                raise CorruptFrameError(f"{body.numel()} bytes, though no element changed")
+                raise CorruptFrameError(f"{body.numel()} bytes for no changed element")
             return [StreamReader(body, 0) for _ in limits]
         streams = open_streams(body, limits)
         if streams[0].left != count * self.levels[0][0].itemsize:

@@ -125,7 +125,7 @@ def read_guard(digest: int, section: torch.Tensor, num_changes: int) -> Guard:
     unstated = section.clone().view(torch.uint32).to(torch.int64)
     if unstated.numel() and (bool((unstated.diff() <= 0).any()) or int(unstated[-1]) >= num_changes):
         raise CorruptFrameError(
-            "the places that a guard leaves out do not ascend, or lie beyond the changes of its frame"
+            "changes that a guard leaves out are out of order, or beyond those of its frame"
         )
     return Guard(digest=digest, unstated=unstated)
 
