@@ -207,7 +207,9 @@ def _check_parts(engine: str, ranks: Sequence[EngineSpec], offered: Offered) -> 
             if whole.setdefault(name, (shape, layout.dtypes[place])) != (shape, layout.dtypes[place]):
                 raise LayoutError(f"{name}: ranks of engine {engine!r} disagree about its shape or dtype")
             _check_place(name, engine, spec.rank, layout, place)
-            parts[name][layout.global_offsets[place]] = math.prod(layout.shapes[place])
+            numel, found = math.prod(layout.shapes[place]), parts[name]
+            if numel:  # an empty part begins where the next one does
+                found[layout.global_offsets[place]] = numel
     for name, places in parts.items():
         held, size = sum(places.values()), math.prod(whole[name][0])
         if held != size:

@@ -360,6 +360,16 @@ def test_a_part_that_two_ranks_of_an_engine_hold_leaves_another_one_open() -> No
     assert f"{Q0}: the ranks of engine 'engine0' hold 36 of its 72 elements" in said
 
 
+def test_an_empty_part_hides_none_that_begins_at_the_same_place() -> None:
+    first, second = engines(MODEL, tp=2)
+    layout = second.spec.layout
+    start = sum(np.prod(shape, dtype=int) for shape in layout.shapes[: layout.places[Q0]])
+    rest = np.delete(second.numbers["line"], slice(start, start + 36))
+    third = Rank(spec=replace(second.spec, rank=2), numbers={"line": rest})
+    engine_ranks, trainer_ranks = [first, second, edited(third, Q0, shapes=(0, 6))], trainers(MODEL, dp=2)
+    check_lines(world_of(engine_ranks, trainer_ranks), engine_ranks, trainer_ranks)
+
+
 def test_trainers_that_hold_a_tensor_in_different_dtypes_are_refused() -> None:
     first, second = trainers(MODEL, dp=2)
     said = refusal(engines(MODEL), [first, outputs(second, Q0, dtypes="float32")], LayoutError)
