@@ -83,6 +83,7 @@ class TrainerEnd:
         """Meet the other ranks if that is due. Returns the lines that this rank sends."""
         if not self._session.ensure_connected(purpose) and self._outgoing is not None:
             return self._outgoing
+        self._outgoing = None  # should anything below fail, the next call makes it anew
         met = self._session.met
         if met.world.run_id != self._ledger.run_id:  # rank 0 names the run
             self._ledger = TrainerLedger(run_id=met.world.run_id)

@@ -271,19 +271,25 @@ def _trained(info: WeightInfo, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _changes(old: torch.Tensor, new: torch.Tensor, piece: Piece) -> Changes:
-    code = step_code(round_to_bf16(old), round_to_bf16(new))
+    value = round_to_bf16(new)
+    code = step_code(round_to_bf16(old), value)
     place = nonzero(code != 0)
-    return Changes(pos=Runs.of(piece.ranges()).to(old.device).in_line(place), code=code[place])
+    # The values travel along: to read them later would take a whole tensor of each parameter.
+    pos = Runs.of(piece.ranges()).to(old.device).in_line(place)
+    return Changes(pos=pos, code=code[place], value=value[place])
 
 
 def _merged(first: Changes, second: Changes) -> Changes:
     """The changes of two averages, one after the other."""
-    if first.code is None or second.code is None or not first.num_changed:
-        return second
+    if first.code is None or second.code is None or first.value is None or second.value is None:
+        return second  # nothing changed before
     pos, inverse = torch.unique(torch.cat([first.pos, second.pos]), return_inverse=True)
     code = torch.zeros(pos.numel(), dtype=torch.int8, device=pos.device)
     code[inverse[: first.num_changed]] = first.code
+    value = torch.empty(pos.numel(), dtype=torch.bfloat16, device=pos.device)
+    value[inverse[: first.num_changed]] = first.value
     moved = inverse[first.num_changed :]
     code[moved] = add_codes(code[moved], second.code)
+    value[moved] = second.value
     kept = nonzero(code != 0)
-    return Changes(pos=pos[kept], code=code[kept])
+    return Changes(pos=pos[kept], code=code[kept], value=value[kept])
