@@ -102,6 +102,7 @@ def test_it_learns_and_is_the_same_training_with_full_syncs(tmp_path: Path) -> N
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.all
 def test_four_minibatches_a_round_travel_in_one_delta(tmp_path: Path) -> None:
     few = [*SMALL, "grpo.num_updates=3", "optimizer.lr=5e-5"]
     runs = [

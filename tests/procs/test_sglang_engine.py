@@ -49,6 +49,7 @@ def run_member(folder: Path, **job: Any) -> list[Any]:
     return answers
 
 
+@pytest.mark.all
 def test_a_following_engine_generates_as_one_loaded_from_the_checkpoint(tmp_path: Path) -> None:
     plan = plan_of("qwen3")
     create: Any = AutoModelForCausalLM

@@ -87,7 +87,7 @@ def differing(truth: dict[str, torch.Tensor], workers: list[Any]) -> list[str]:
 STEPS = ["pause", "start", "update", "finish", "reset_prefix_cache", "resume", "paused"]
 
 
-@pytest.mark.parametrize("model", ["qwen3", "qwen3-moe"])
+@pytest.mark.parametrize("model", ["qwen3", pytest.param("qwen3-moe", marks=pytest.mark.all)])
 def test_vllm_generates_as_one_loaded_from_the_checkpoint(
     model: ModelName, tmp_path: Path, member: Callable[[VllmOptions], VllmMember]
 ) -> None:
@@ -114,7 +114,14 @@ def test_vllm_generates_as_one_loaded_from_the_checkpoint(
         assert kinds == ["full", "delta", "delta", "delta", "full", "delta"]
 
 
-@pytest.mark.parametrize(("model", "ep"), [("qwen3", False), ("qwen3-moe", False), ("qwen3-moe", True)])
+@pytest.mark.parametrize(
+    ("model", "ep"),
+    [
+        pytest.param("qwen3", False, marks=pytest.mark.all),
+        pytest.param("qwen3-moe", False, marks=pytest.mark.all),
+        pytest.param("qwen3-moe", True),
+    ],
+)
 def test_vllm_ranks_hold_their_parts(
     model: ModelName, ep: bool, tmp_path: Path, member: Callable[[VllmOptions], VllmMember]
 ) -> None:
