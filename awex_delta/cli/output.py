@@ -1,4 +1,4 @@
-"""Where commands write: JSON to stdout and to nowhere else, and refusals before a long run, not after it."""
+"""What commands print. JSON goes to stdout alone, and what is refused is refused before a long run begins."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ _CHECK_ELEMENTS = 1 << 11  # a few elements alone prove little
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Relocation:
-    """Where the elements of one local parameter go in one HF tensor, as runs.
+    """The runs that lead from the elements of one local parameter to their places in one HF tensor.
 
     name, shape: the HF tensor, or this rank's part of it.
     dtype: what values are cast to when they are sent.

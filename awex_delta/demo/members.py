@@ -35,7 +35,7 @@ def build(seat: Seat) -> Actions:
 
 
 def _build_store(_: Seat) -> Actions:
-    """Where trainer and engines meet. It is no rank, so that it outlives any of them."""
+    """The store at which trainer and engines meet. It is no rank, and so it outlives each of them."""
     store = host_store()
     return {"port": lambda: store.port}
 

@@ -32,7 +32,7 @@ _VOCABULARY = {"embedding.word_embeddings.weight": EMBEDDING, "output_layer.weig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """Where an engine does not hold the trainer's bits.
+    """The elements of one tensor in which an engine differs from the trainer, bit by bit.
 
     count: differing elements; all of them when the tensor is missing on one side, or has another
         shape or dtype there.

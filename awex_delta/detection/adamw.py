@@ -261,7 +261,7 @@ def examine(state: State, *, zeros_stay: bool) -> Examination:
 
 
 def differs_from_master(main: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Where a weight is not its rounded master, bit for bit.
+    """Mark the weights that are not their rounded masters, bit for bit.
 
     Any NaN stands for any other: which one a cast makes of a NaN depends on the device.
 

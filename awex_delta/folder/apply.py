@@ -54,7 +54,7 @@ class _Body:
                 start = self.start + first
                 span = torch.arange(start, start + value.numel())
                 pos, pick = _there(self.table, self.live, span)
-                yield self.live.dtype, pos, value[pick]
+                yield self.live.dtype, pos, value.index_select(0, pick)
             else:
                 yield self.live.dtype, self.pos[first : first + _PIECE], value
 
@@ -153,8 +153,8 @@ def _table(line: LineEntry, blob: torch.Tensor, live: Live) -> Table:
 def _touching(line: LineEntry, live: Live) -> list[BodyEntry]:
     """The bodies of a line that may hold something of the live tensors."""
     boxes = live.tables[line.boxes.xxh3].boxes
-    last = boxes.target + (boxes.rows - 1) * boxes.target_pitch + boxes.width
-    touched = boxes.take(live.lines[WIRE_DTYPES[line.dtype]].touches(boxes.target, last).nonzero().view(-1))
+    here = live.lines[WIRE_DTYPES[line.dtype]].touches(boxes.target, boxes.target_ends)
+    touched = boxes.take(here.nonzero().view(-1))
     begun = torch.searchsorted(touched.source, torch.tensor([body.end for body in line.bodies]))
     over = torch.searchsorted(
         touched.source + touched.numels, torch.tensor([body.begin for body in line.bodies]), right=True

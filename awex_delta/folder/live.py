@@ -49,8 +49,7 @@ class LiveLine:
         self.boxes = _boxes(self.parts, starts[self.tensors], self.line.starts)
         self.map, self.back = BoxMap(self.boxes), BoxMap(self.boxes.turned())
         self._begins = self.boxes.source.sort().values
-        last = self.boxes.source + (self.boxes.rows - 1) * self.boxes.source_pitch + self.boxes.width
-        self._ends = last.sort().values
+        self._ends = self.boxes.source_ends.sort().values
 
     def touches(self, begin: torch.Tensor, end: torch.Tensor) -> torch.Tensor:
         """Which ranges of the folder's line, int64 [k] each, may hold some of these tensors: bool [k]."""

@@ -39,6 +39,16 @@ class Boxes:
         """Elements of each box, int64 [n]."""
         return self.rows * self.width
 
+    @property
+    def source_ends(self) -> torch.Tensor:
+        """One beyond the last element of each box in the source line, int64 [n]."""
+        return self.source + (self.rows - 1) * self.source_pitch + self.width
+
+    @property
+    def target_ends(self) -> torch.Tensor:
+        """One beyond the last element of each box in the target line, int64 [n]."""
+        return self.turned().source_ends
+
     def turned(self) -> Boxes:
         """The same elements, from the target line to the source line."""
         return Boxes(
@@ -84,12 +94,6 @@ class BoxMap:
         """Put the boxes in the order of the target line."""
         self._boxes = boxes.take(torch.argsort(boxes.target))
         self._plain = bool((self._boxes.rows == 1).all())
-        self._numel = int(self._boxes.numels.sum())
-
-    @property
-    def numel(self) -> int:
-        """Elements of all boxes."""
-        return self._numel
 
     def map(self, pos: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Find where elements go.
@@ -131,8 +135,7 @@ class BoxMap:
     def _mapped(self, pos: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         boxes = self._on(pos.device)
         first = torch.searchsorted(pos, boxes.source)
-        last = boxes.source + (boxes.rows - 1) * boxes.source_pitch + boxes.width
-        count = torch.searchsorted(pos, last) - first
+        count = torch.searchsorted(pos, boxes.source_ends) - first
         for block in _blocks(count):
             pick = block.number(first)
             if self._plain:

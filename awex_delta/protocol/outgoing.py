@@ -12,7 +12,6 @@ from awex_delta.lines.boxes import BoxMap
 from awex_delta.lines.changes import Changes
 from awex_delta.lines.ends import LineEnd
 from awex_delta.lines.storages import Storages
-from awex_delta.plan.pairs import Pair
 from awex_delta.plan.rank import PairKey, Plan
 from awex_delta.trainers.view import TrainerView, trainer_line
 
@@ -24,7 +23,8 @@ class Outgoing:
     first read in an update.
 
     Attributes:
-        ends: this rank's end of each of its lines.
+        pairs: the lines.
+        ends: this rank's end of each of them.
     """
 
     def __init__(self, view: TrainerView, routes: Mapping[str, Route], plan: Plan) -> None:
@@ -37,7 +37,8 @@ class Outgoing:
         """
         self._view = view
         self._routes = routes
-        self._pairs = plan.pairs
+        self.pairs = plan.pairs
+        self._line = trainer_line(route.info for route in routes.values())
         self._storages: Storages | None = None
         maps: dict[int, tuple[BoxMap, LineEnd]] = {}
         for pair in plan.pairs.values():  # engines of one layout share their tables
@@ -46,11 +47,6 @@ class Outgoing:
                 maps[pair.digest] = BoxMap(pair.sent), end
         self._maps = {key: maps[pair.digest][0] for key, pair in plan.pairs.items()}
         self.ends: Mapping[PairKey, LineEnd] = {key: maps[pair.digest][1] for key, pair in plan.pairs.items()}
-
-    @property
-    def pairs(self) -> Mapping[PairKey, Pair]:
-        """The lines."""
-        return self._pairs
 
     def release(self) -> None:
         """Let go of the weights at the end of an update: the next one looks at them anew."""
@@ -62,25 +58,22 @@ class Outgoing:
         Args:
             found: in the trainer's line.
         """
-        value = found.value
-        if value is None and found.num_changed:
-            value = self._memory().gather(found.pos, torch.bfloat16)
+        if found.value is None and found.num_changed:
+            found = replace(found, value=self._memory().gather(found.pos, torch.bfloat16))
         mapped: dict[int, Changes] = {}
-        for key, pair in self._pairs.items():
+        for key, pair in self.pairs.items():
             if pair.digest not in mapped:
-                mapped[pair.digest] = _mapped(self._maps[key], replace(found, value=value), pair.dtype)
-        return {key: mapped[pair.digest] for key, pair in self._pairs.items()}
+                mapped[pair.digest] = _mapped(self._maps[key], found, pair.dtype)
+        return {key: mapped[pair.digest] for key, pair in self.pairs.items()}
 
     def counts(self, found: Changes) -> dict[str, int]:
         """How many elements of each parameter changed, by key; those without changes are left out."""
-        line = trainer_line(route.info for route in self._routes.values())
-        counts = zip(line.names, line.counts(found.pos).tolist(), strict=True)
+        counts = zip(self._line.names, self._line.counts(found.pos).tolist(), strict=True)
         return {key: count for key, count in counts if count}
 
     def _memory(self) -> Storages:
         if self._storages is None:
-            sparse = [route.info.key for route in self._routes.values() if route.info.sparse]
-            tensors = [self._view.tensor(key).detach() for key in sparse]
+            tensors = [self._view.tensor(key).detach() for key in self._line.names]
             for key, route in self._routes.items():
                 if route.relocations is None:
                     converted = self._view.convert(key, self._view.tensor(key).detach())
