@@ -20,7 +20,6 @@ from awex_delta.plan.describe import (
     WIRE_DTYPES,
     EngineColumns,
     EngineSpec,
-    TrainerColumns,
     TrainerSpec,
     numels,
 )
@@ -68,21 +67,62 @@ def engine_line(layout: EngineColumns) -> Space:
     return Space.of((layout.names[place], int(sizes[place])) for place in layout.stored())
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SenderSide:
+    """A trainer rank with what all its pairs need to know of its line.
+
+    starts: int64 [P], where parameters begin in it; 0 for those outside of it.
+    runs: int64 [4, R] as `TrainerColumns.runs`, ascending by HF tensor; one that travels whole is a
+        single run from its place in the sender's line.
+    begins: int64 [O + 1], the first run of each HF tensor.
+    """
+
+    trainer: TrainerSpec
+    starts: Ints
+    runs: Ints
+    begins: Ints
+
+
+def sender_side(trainer: TrainerSpec) -> SenderSide:
+    """Make the tables of one trainer rank."""
+    layout = trainer.layout
+    owned, line = _owned_params(trainer), sender_line(trainer).starts.numpy()
+    starts = np.zeros(len(layout.keys), np.int64)
+    starts[owned] = line[: owned.size]
+    whole = np.flatnonzero(~layout.sparse)
+    sizes = numels(layout.shapes)[whole]
+    beside = np.stack([whole, line[owned.size : -1], np.zeros_like(whole), sizes])
+    runs = np.concatenate([layout.runs, beside], axis=1)
+    runs = runs[:, np.argsort(runs[0], kind="stable")]
+    begins = np.searchsorted(runs[0], np.arange(len(layout.names) + 1))
+    return SenderSide(trainer=trainer, starts=starts, runs=runs, begins=begins)
+
+
+def engine_starts(layout: EngineColumns) -> Ints:
+    """Where each tensor begins in the engine's line, int64 [T]; 0 if it has no storage of its own."""
+    starts = np.zeros(len(layout.names), np.int64)
+    starts[layout.stored()] = engine_line(layout).starts.numpy()[:-1]
+    return starts
+
+
 def pairs_between(
-    trainer: TrainerSpec,
+    side: SenderSide,
     shards: Sequence[Mapping[str, Shard]],
     engine: EngineSpec,
+    starts: Ints,
     copies: Copies,
     num_engines: int,
 ) -> list[Pair]:
     """The lines between one trainer rank and one engine rank, one for each wire dtype.
 
     Args:
-        trainer, engine: their descriptions.
+        side, engine: the two ranks.
+        starts: of the engine, see `engine_starts`.
         shards: what each trainer rank holds, at least for the tensors that both hold.
         copies: see `copies_of`; for the same tensors.
         num_engines: engine ranks in the world.
     """
+    trainer = side.trainer
     layout, held = trainer.layout, engine.layout
     outputs = np.array(_served(trainer, shards, engine, copies), np.int64)
     if not outputs.size:
@@ -99,8 +139,7 @@ def pairs_between(
         (padded(tuple(sent[0]), num_dims, 0), padded(tuple(sent[1]), num_dims, 1)),
         (padded(tuple(stored[0]), num_dims, 0), padded(tuple(stored[1]), num_dims, 1)),
     )
-    cut = _in_lines(cut, trainer, outputs)
-    starts = _engine_starts(held)
+    cut = _in_lines(cut, side, outputs)
     cut = replace(cut, stored=cut.stored + starts[tensors[cut.overlap]])
     dtypes = np.array([held.dtypes[t] for t in tensors.tolist()])
     whole = ~layout.sparse[outputs]
@@ -128,12 +167,10 @@ def _served(
     return found
 
 
-def _in_lines(cut: Cut, trainer: TrainerSpec, outputs: Ints) -> Cut:
+def _in_lines(cut: Cut, side: SenderSide, outputs: Ints) -> Cut:
     """Turn boxes of HF tensors into boxes of the sender's line, cut by runs and to what the rank owns."""
-    layout = trainer.layout
-    param_starts, whole_starts = _sender_starts(trainer)
-    output, source, target, length = _runs(layout, whole_starts)
-    begins = np.searchsorted(output, np.arange(len(layout.names) + 1))
+    layout, begins = side.trainer.layout, side.begins
+    _, source, target, length = side.runs
     of_box = outputs[cut.overlap]
     count = (begins[1:] - begins[:-1])[of_box]
     run = ranges(begins[of_box], count)
@@ -141,21 +178,12 @@ def _in_lines(cut: Cut, trainer: TrainerSpec, outputs: Ints) -> Cut:
     of_box = np.repeat(of_box, count)
     param = layout.params[of_box]
     sparse = layout.sparse[of_box]
-    start = np.where(sparse, param_starts[param], 0)
+    start = np.where(sparse, side.starts[param], 0)
     low, high = start + source[run], start + source[run] + length[run]
-    owned = trainer.owned[:, param] + start
+    owned = side.trainer.owned[:, param] + start
     low = np.where(sparse, np.maximum(low, owned[0]), low)
     high = np.where(sparse, np.minimum(high, owned[1]), high)
     return clip(replace(cut, sent=cut.sent + start + source[run] - target[run]), low, high)
-
-
-def _runs(layout: TrainerColumns, whole_starts: Ints) -> Ints:
-    """Runs of all HF tensors, ascending by tensor. One that travels whole is a single run."""
-    whole = np.flatnonzero(~layout.sparse)
-    sizes = numels(layout.shapes)[whole]
-    beside = np.stack([whole, whole_starts, np.zeros_like(whole), sizes])
-    runs: Ints = np.concatenate([layout.runs, beside], axis=1)
-    return runs[:, np.argsort(runs[0], kind="stable")]
 
 
 def _pair(
@@ -203,18 +231,3 @@ def _pair(
 def _owned_params(trainer: TrainerSpec) -> Ints:
     """Parameters that make the trainer's line, ascending."""
     return np.array([param for param, group in enumerate(trainer.owners) if group], np.int64)
-
-
-def _sender_starts(trainer: TrainerSpec) -> tuple[Ints, Ints]:
-    """Where parameters begin in the sender's line (0 for those outside it), and where whole tensors do."""
-    owned, line = _owned_params(trainer), sender_line(trainer).starts.numpy()
-    starts = np.zeros(len(trainer.layout.keys), np.int64)
-    starts[owned] = line[: owned.size]
-    return starts, line[owned.size : -1]
-
-
-def _engine_starts(layout: EngineColumns) -> Ints:
-    """Where each tensor begins in the engine's line; 0 if it has no storage of its own."""
-    starts = np.zeros(len(layout.names), np.int64)
-    starts[layout.stored()] = engine_line(layout).starts.numpy()[:-1]
-    return starts

@@ -16,7 +16,7 @@ from awex_delta.plan.checks import (
     check_layouts,
     check_ownership,
 )
-from awex_delta.plan.pairs import Pair, pairs_between
+from awex_delta.plan.pairs import Pair, engine_starts, pairs_between, sender_side
 from awex_delta.plan.shards import TrainingSide, copies_of, dense_plan, dense_volume
 from awex_delta.plan.world import World
 
@@ -64,11 +64,14 @@ def plan_rank(world: World, seat: int) -> Plan:
     dense, shards = dense_plan(world, side, copies, seat), side.shards()
     trainers = [world.trainers[seat - num_engines]] if seat >= num_engines else world.trainers
     engines = [world.engines[seat]] if seat < num_engines else world.engines
+    sides = [sender_side(trainer) for trainer in trainers]
+    layouts = {id(engine.layout): engine.layout for engine in engines}  # replicas share one
+    starts = {key: engine_starts(layout) for key, layout in layouts.items()}
     found = [
         pair
-        for trainer in trainers
+        for side in sides
         for engine in engines
-        for pair in pairs_between(trainer, shards, engine, copies, num_engines)
+        for pair in pairs_between(side, shards, engine, starts[id(engine.layout)], copies, num_engines)
     ]
     if seat < num_engines:
         check_dense_coverage(world.engines[seat], dense)
