@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from awex_delta.errors import UnsupportedError
 from awex_delta.lines.changes import Changes
 from awex_delta.protocol.verdict import Reason
 
@@ -70,6 +71,18 @@ class Detection:
 
 OwnedSlices = Callable[[], Iterable[OwnedSlice]]
 """The owned slices of a trainer, as they stand now, in the order of the trainer's line."""
+
+
+def bf16_slices(slices: Iterable[OwnedSlice]) -> list[OwnedSlice]:
+    """Those that have elements. Raises UnsupportedError if a weight is not bf16."""
+    filled = [owned for owned in slices if owned.stop > owned.start]
+    for owned in filled:
+        if owned.weight.dtype is not torch.bfloat16:
+            raise UnsupportedError(
+                f"{owned.key}: only bits of bf16 are compared, not of {owned.weight.dtype}"
+            )
+    return filled
+
 
 Watched = Mapping[torch.optim.Optimizer, Mapping[str, torch.Tensor]]
 """By inner optimizer: key of the owned slice -> the tensor that it steps (the fp32 master)."""

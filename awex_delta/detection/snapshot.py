@@ -12,9 +12,8 @@ from itertools import zip_longest
 
 import torch
 
-from awex_delta.detection.pieces import Piece, Runs, Scratch, in_order, nonzero, pieces
-from awex_delta.detection.slices import Detection, OwnedSlice, OwnedSlices
-from awex_delta.errors import UnsupportedError
+from awex_delta.detection.pieces import Piece, Runs, Scratch, different, in_order, pieces
+from awex_delta.detection.slices import Detection, OwnedSlice, OwnedSlices, bf16_slices
 from awex_delta.lines.bits import step_code
 from awex_delta.lines.changes import Changes
 from awex_delta.protocol.verdict import Reason
@@ -53,7 +52,7 @@ class SnapshotBaseline:
         """
         if self._held is None:
             return Detection(reason=Reason.FIRST_SYNC)
-        slices = self._slices()
+        slices = bf16_slices(self._owned_slices())
         num_owned = sum(owned.stop - owned.start for owned in slices)
         for before, now in zip_longest(self._ranges, _ranges(slices)):
             if before != now:
@@ -65,7 +64,7 @@ class SnapshotBaseline:
 
     def committed(self) -> None:
         """Copy the weights as they are now."""
-        slices = self._slices()
+        slices = bf16_slices(self._owned_slices())
         num_owned = sum(owned.stop - owned.start for owned in slices)
         held, self._held = self._held, None  # of no use if anything below fails
         if held is None or held.numel() != num_owned:
@@ -84,15 +83,6 @@ class SnapshotBaseline:
         """Free the copy: full until the next `committed`."""
         self._held = None
 
-    def _slices(self) -> list[OwnedSlice]:
-        slices = [owned for owned in self._owned_slices() if owned.stop > owned.start]
-        for owned in slices:
-            if owned.weight.dtype is not torch.bfloat16:
-                raise UnsupportedError(
-                    f"{owned.key}: a snapshot needs bf16 weights, not {owned.weight.dtype}"
-                )
-        return slices
-
 
 def _ranges(slices: Sequence[OwnedSlice]) -> list[tuple[str, int, int]]:
     return [(owned.key, owned.begin, owned.stop - owned.start) for owned in slices]
@@ -110,7 +100,7 @@ def _beside(
 
 def _compare(piece: Piece, new: torch.Tensor, held: torch.Tensor) -> Changes:
     old = held.to(new.device, non_blocking=True)
-    changed = nonzero(old.view(torch.int16) != new.view(torch.int16))
+    changed = different(old, new)
     value = new.take(changed)
     return Changes(
         pos=Runs.of(piece.ranges()).to(new.device).in_line(changed),

@@ -24,6 +24,7 @@ class Reason(IntEnum):
     STEP_GAP = 30
     LOSSY_RECORD = 31
     NO_STEP_RECORD = 32
+    UNSEEN_CHANGE = 33
     NOT_ADAMW = 40
     MOMENTS_MISSING = 41
     MOMENTS_INVALID = 42
@@ -51,6 +52,7 @@ _REASON_TEXT: Mapping[Reason, str] = {
     Reason.STEP_GAP: "more optimizer steps ran since the last commit than one inversion covers",
     Reason.LOSSY_RECORD: "the recorded hyper-parameters do not tell which of several steps moved a parameter",
     Reason.NO_STEP_RECORD: "no record of the hyper-parameters that the last optimizer step used",
+    Reason.UNSEEN_CHANGE: "weights changed outside of the optimizer steps that were captured",
     Reason.NOT_ADAMW: "the optimizer is not a decoupled AdamW",
     Reason.MOMENTS_MISSING: "exp_avg or exp_avg_sq is missing",
     Reason.MOMENTS_INVALID: "exp_avg or exp_avg_sq is not finite, is negative, or has an unsupported dtype",

@@ -68,8 +68,7 @@ class MegatronTrainer:
         self._baselines = Baselines(
             self.owned_slices,
             self._watched,
-            accumulate=settings.accumulate,
-            snapshot=settings.enabled and settings.method == "snapshot",
+            settings,
         )
         self._baseline = self._baselines.add()
 

@@ -87,8 +87,7 @@ class TorchAdamWTrainer:
         self._baselines = Baselines(
             self.owned_slices,
             {optimizer: watched} if settings.enabled else {},
-            accumulate=settings.accumulate,
-            snapshot=settings.enabled and settings.method == "snapshot",
+            settings,
         )
         self._baseline = self._baselines.add()
 
