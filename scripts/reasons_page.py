@@ -52,10 +52,17 @@ REASONS: Mapping[Reason, Advice] = {
         "the hooks were removed.",
         remedy="Capture graphs without the optimizer; do not call `detach()` while updates go on.",
     ),
+    Reason.UNSEEN_CHANGE: Advice(
+        cause="With the method `capture`: something else than a captured step wrote to the weights, such as "
+        "a step without hooks (a replayed CUDA graph), a checkpoint, or a framework that rounds in its own "
+        "way. The detail names a parameter, or one of several small ones that are looked at together.",
+        remedy="Nothing after a load. If it repeats at every update, let the optimizer call its step hooks, "
+        "or set `weight_update_delta_method: snapshot`.",
+    ),
     Reason.NOT_ADAMW: Advice(
         cause="The optimizer class is not one of torch's, Transformer Engine's or Apex's AdamW, or a group "
         "of it uses L2 decay, amsgrad or no bias correction. Also CPU-offloading wrappers.",
-        remedy="Train with decoupled AdamW, or set `weight_update_delta_method: snapshot`.",
+        remedy="Train with decoupled AdamW, or set `weight_update_delta_method: capture`.",
     ),
     Reason.MOMENTS_MISSING: Advice(
         cause="A step was counted, but `exp_avg` or `exp_avg_sq` of a parameter is not there, or has another "

@@ -147,7 +147,7 @@ class AccumulatedBaseline:
             self._distrust(failed(error))
 
     def _add(self, changes: Changes) -> None:
-        if changes.code is None or not changes.num_changed:
+        if not changes.num_changed:
             return
         if self._plane is None:
             changes = _sum(self._held, changes)
@@ -156,8 +156,9 @@ class AccumulatedBaseline:
                 return
             self._owned, self._held = self._owned.to(changes.pos.device), Changes.none()
             self._plane = torch.zeros(self._owned.numel, dtype=torch.int8, device=changes.pos.device)
-        place = self._owned.index_of(changes.pos)
-        self._plane[place] = add_codes(self._plane[place], changes.code)
+        if changes.code is not None:
+            place = self._owned.index_of(changes.pos)
+            self._plane[place] = add_codes(self._plane[place], changes.code)
 
     def detect(self) -> Detection:
         """What all steps since the commit changed together."""

@@ -15,7 +15,7 @@ was written by hand makes the next update full.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,7 @@ import torch
 
 from awex_delta.detection.accumulate import AccumulatedBaseline, Follower
 from awex_delta.detection.invert import failed
-from awex_delta.detection.pieces import Piece, Runs, Scratch, different, in_order, pieces
+from awex_delta.detection.pieces import Piece, Runs, Scratch, in_order, nonzero, pieces
 from awex_delta.detection.slices import Detection, OwnedSlice, OwnedSlices, Watched, bf16_slices
 from awex_delta.errors import UnsupportedError
 from awex_delta.lines.bits import step_code
@@ -76,7 +76,7 @@ class StepCapture(Follower):
         self._watched = watched
         self._seals: dict[torch.optim.Optimizer, _Seal] = {}
         self._held: dict[torch.optim.Optimizer, list[torch.Tensor]] = {}  # only while it steps
-        self._scratch, self._sums = Scratch(), _WordSums()
+        self._scratch, self._words = Scratch(), _Words()
         for optimizer in watched:
             self._handles += [
                 optimizer.register_step_pre_hook(partial(self._guarded, self._before)),
@@ -97,7 +97,7 @@ class StepCapture(Follower):
             expected = self._seals.pop(optimizer, None)  # of no use if anything below fails
             with torch.no_grad():
                 cut = _cut(slices, params)
-                now = _Seal.of(cut, [self._sums.of(self._scratch.tensor(piece, "weight")) for piece in cut])
+                now = _Seal.of(cut, [self._words.sum(self._weights(piece)) for piece in cut])
             self._seals[optimizer] = now
             unseen = "" if expected is None else expected.broken_by(now)
             if unseen:
@@ -120,52 +120,72 @@ class StepCapture(Follower):
         """Keep the weights that the step itself will overwrite, until it is over."""
         params = self._watched[optimizer]
         own = [piece for piece in cut if not _is_apart(piece.slices[0], params)]
-        self._held[optimizer] = [self._scratch.tensor(piece, "weight").clone() for piece in own]
+        self._held[optimizer] = [self._weights(piece).clone() for piece in own]
 
     def _after(self, optimizer: torch.optim.Optimizer, cut: Sequence[Piece]) -> None:
         params, held = self._watched[optimizer], iter(self._held.pop(optimizer, ()))
-        sums_before, sums_after, parts = list[torch.Tensor](), list[torch.Tensor](), []
+        sums, moves, parts = list[torch.Tensor](), list[torch.Tensor](), list[tuple[Piece, Changes]]()
         for piece in cut:
-            weight = self._scratch.tensor(piece, "weight")
             if _is_apart(piece.slices[0], params):
-                old, new = weight, self._scratch.rounded(piece)
+                old, new = (
+                    self._weights(piece),
+                    self._words.of(self._scratch.tensor(piece, "main"), "rounded"),
+                )
             else:
-                old, new = next(held), weight
-            sums_before.append(self._sums.of(old))
-            sums_after.append(self._sums.of(new))
-            parts.append((piece, _compare(piece, old, new)))
-        expected = self._seals[optimizer]
-        self._seals[optimizer] = _Seal.of(cut, sums_after)
-        unseen = expected.broken_by(_Seal.of(cut, sums_before))
+                old, new = next(held), self._weights(piece)
+            sums.append(self._words.sum(old))
+            place = nonzero(old != new)
+            before, after = old.index_select(0, place), new.index_select(0, place)
+            moves.append(self._words.moved(place, before, after))
+            parts.append((piece, _changes(piece, place, before, after)))
+        expected, now = self._seals[optimizer], _Seal.of(cut, sums)
+        self._seals[optimizer] = replace(now, sums=now.sums + torch.stack(moves)) if moves else now
+        unseen = expected.broken_by(now)
         self._tell(_doubt(unseen) if unseen else Detection(changes=in_order(parts)))
 
+    def _weights(self, piece: Piece) -> torch.Tensor:
+        return self._words.of(self._scratch.tensor(piece, "weight"), "weight")
 
-class _WordSums:
-    """Sums over words of four weights, each times an odd number that is drawn for its place."""
+
+class _Words:
+    """bf16 values four to a word of 64 bits, in which they are compared and summed up."""
 
     def __init__(self) -> None:
-        self._factors = torch.zeros(0, dtype=torch.int64)
-        self._padded = torch.zeros(0, dtype=torch.bfloat16)
+        self._buffers: dict[str, torch.Tensor] = {}
+        generator = torch.Generator().manual_seed(0)
+        drawn = torch.randint(-(1 << 62), 1 << 62, (_MAX_WORDS,), generator=generator, device="cpu")
+        self._factors = 2 * drawn + 1  # odd, so that a word that changed changes the sum
 
-    def of(self, weights: torch.Tensor) -> torch.Tensor:
-        """One sum, int64, left on the device. weights: bf16 [n], contiguous, at most `_PIECE`."""
-        words = self._words(weights)
-        if self._factors.device != words.device or not self._factors.numel():
-            generator = torch.Generator().manual_seed(0)
-            drawn = torch.randint(-(1 << 62), 1 << 62, (_MAX_WORDS,), generator=generator)
-            self._factors = (2 * drawn + 1).to(words.device)
-        return (words * self._factors[: words.numel()]).sum()
+    def of(self, values: torch.Tensor, name: str) -> torch.Tensor:
+        """Values as words, int64, until the next call for the same name.
 
-    def _words(self, weights: torch.Tensor) -> torch.Tensor:
-        numel = weights.numel()
-        if numel % _LANES == 0 and weights.storage_offset() % _LANES == 0:
-            return weights.view(torch.int64)
-        if self._padded.device != weights.device or not self._padded.numel():
-            self._padded = weights.new_zeros(_PIECE)
+        Args:
+            values: [n], at most `_PIECE`, contiguous; bf16, or fp32, which is rounded as a cast does it.
+            name: of the buffer that is used if the values cannot be read as words where they lie.
+        """
+        numel = values.numel()
+        if values.dtype is torch.bfloat16 and numel % _LANES == 0 and values.storage_offset() % _LANES == 0:
+            return values.view(torch.int64)
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.device != values.device:
+            buffer = self._buffers[name] = values.new_empty(_PIECE, dtype=torch.bfloat16)
         whole = -(-numel // _LANES) * _LANES
-        self._padded[numel:whole] = 0
-        self._padded[:numel].copy_(weights)
-        return self._padded[:whole].view(torch.int64)
+        buffer[numel:whole] = 0
+        buffer[:numel].copy_(values)
+        return buffer[:whole].view(torch.int64)
+
+    def sum(self, words: torch.Tensor) -> torch.Tensor:
+        """The sum of all words, each times an odd number drawn for its place: int64, on their device."""
+        return (words * self._factors_on(words.device)[: words.numel()]).sum()
+
+    def moved(self, place: torch.Tensor, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+        """How much the sum grows if some words become others. place, old, new: int64 [k]."""
+        return ((new - old) * self._factors_on(place.device).index_select(0, place)).sum()
+
+    def _factors_on(self, device: torch.device) -> torch.Tensor:
+        if self._factors.device != device:
+            self._factors = self._factors.to(device)
+        return self._factors
 
 
 def _cut(slices: Sequence[OwnedSlice], params: Mapping[str, torch.Tensor]) -> list[Piece]:
@@ -183,10 +203,16 @@ def _is_apart(owned: OwnedSlice, params: Mapping[str, torch.Tensor]) -> bool:
     return params[owned.key].untyped_storage().data_ptr() != owned.weight.untyped_storage().data_ptr()
 
 
-def _compare(piece: Piece, old: torch.Tensor, new: torch.Tensor) -> Changes:
-    changed = different(old, new)
-    pos = Runs.of(piece.ranges()).to(new.device).in_line(changed)
-    return Changes(pos=pos, code=step_code(old.take(changed), new.take(changed)))
+def _changes(piece: Piece, place: torch.Tensor, before: torch.Tensor, after: torch.Tensor) -> Changes:
+    """The values that changed, from the words that did. place, before, after: int64 [k]."""
+    old, new = before.view(torch.int16), after.view(torch.int16)
+    lane = nonzero(old != new)
+    index = place.index_select(0, lane >> 2) * _LANES + (lane & 3)
+    old, new = (bits.index_select(0, lane).view(torch.bfloat16) for bits in (old, new))
+    return Changes(
+        pos=Runs.of(piece.ranges()).to(index.device).in_line(index),
+        code=step_code(old, new),
+    )
 
 
 def _doubt(where: str) -> Detection:

@@ -125,14 +125,6 @@ class Scratch:
             buffer = self._buffers[name] = parts[0].new_empty(piece.numel)
         return torch.cat(parts, out=buffer[: piece.numel])
 
-    def rounded(self, piece: Piece) -> torch.Tensor:
-        """The masters of a piece, rounded to bf16 as a cast does it: [n], until the next call."""
-        main = self.tensor(piece, "main")
-        buffer = self._buffers.get("rounded")
-        if buffer is None or buffer.numel() < piece.numel:
-            buffer = self._buffers["rounded"] = main.new_empty(piece.numel, dtype=torch.bfloat16)
-        return buffer[: piece.numel].copy_(main)
-
 
 def pieces(slices: Iterable[OwnedSlice], size: int) -> Iterator[Piece]:
     """Cut and join slices to pieces of about `size` elements.
@@ -197,30 +189,6 @@ def nonzero(marks: torch.Tensor) -> torch.Tensor:
     if marks.device.type != "cpu":
         return marks.nonzero().view(-1)
     return torch.from_numpy(_nonzero(marks.view(torch.bool).numpy()))
-
-
-def different(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    """Where the bits of two flat bf16 tensors differ, int64, ascending. Waits for the device.
-
-    Args:
-        old, new: [n], on one device.
-    """
-    if new.device.type != "cpu":
-        return (old.view(torch.int16) != new.view(torch.int16)).nonzero().view(-1)
-    return torch.from_numpy(_different(old.view(torch.int16).numpy(), new.view(torch.int16).numpy()))
-
-
-def _different(
-    old: np.ndarray[Any, np.dtype[np.int16]], new: np.ndarray[Any, np.dtype[np.int16]]
-) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Compare four elements at a time while few differ."""
-    whole = old.size // 4 * 4
-    words = np.flatnonzero(old[:whole].view(np.int64) != new[:whole].view(np.int64))
-    if words.size > whole // 16:
-        return np.flatnonzero(old != new)
-    inside = np.flatnonzero(old[:whole].reshape(-1, 4)[words] != new[:whole].reshape(-1, 4)[words])
-    tail = np.flatnonzero(old[whole:] != new[whole:]) + whole
-    return np.concatenate([words[inside >> 2] * 4 + (inside & 3), tail])
 
 
 def _nonzero(marks: np.ndarray[Any, np.dtype[np.bool_]]) -> np.ndarray[Any, np.dtype[np.int64]]:

@@ -12,7 +12,7 @@ from itertools import zip_longest
 
 import torch
 
-from awex_delta.detection.pieces import Piece, Runs, Scratch, different, in_order, pieces
+from awex_delta.detection.pieces import Piece, Runs, Scratch, in_order, nonzero, pieces
 from awex_delta.detection.slices import Detection, OwnedSlice, OwnedSlices, bf16_slices
 from awex_delta.lines.bits import step_code
 from awex_delta.lines.changes import Changes
@@ -100,7 +100,7 @@ def _beside(
 
 def _compare(piece: Piece, new: torch.Tensor, held: torch.Tensor) -> Changes:
     old = held.to(new.device, non_blocking=True)
-    changed = different(old, new)
+    changed = nonzero(old.view(torch.int16) != new.view(torch.int16))
     value = new.take(changed)
     return Changes(
         pos=Runs.of(piece.ranges()).to(new.device).in_line(changed),

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from awex_delta.detection import capture
+from awex_delta.detection.accumulate import AccumulatedBaseline
 from awex_delta.protocol.verdict import Reason
 from awex_delta.settings.agreed import DeltaSettings
 from awex_delta.trainers.torch_adamw import TorchAdamWTrainer
@@ -91,6 +92,7 @@ def test_elements_whose_steps_cancel_are_left_out_and_a_plane_is_kept_only_when_
     trainer = make("sgd", lr=1e-3)
     trainer.committed()
     kept = trainer._baseline
+    assert isinstance(kept, AccumulatedBaseline)
     gradients = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
     gradients["a"][3, 5:9] = 1.0
     trainer.train_step(gradients)
@@ -206,7 +208,7 @@ def test_an_error_inside_a_hook_lets_training_go_on_and_the_update_be_full(
         raise MemoryError("no room")
 
     with monkeypatch.context() as patched:
-        patched.setattr(capture, "different", fail)
+        patched.setattr(capture, "step_code", fail)
         trainer.train_step()
     found = trainer.detect()
     assert (found.reason, found.detail) == (Reason.DETECTION_FAILED, "MemoryError: no room")

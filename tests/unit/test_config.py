@@ -215,7 +215,7 @@ CROSS_REFUSALS: list[tuple[Mapping[str, object], Mapping[str, object], list[str]
         {},
         [
             "train.weight_update_delta_accumulate = True",
-            "a snapshot covers any number of steps by itself",
+            "snapshot covers any number of steps by itself",
             "Remedy: set weight_update_delta_accumulate: false, or weight_update_delta_method: adamw",
         ],
     ),
