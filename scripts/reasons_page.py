@@ -98,8 +98,8 @@ REASONS: Mapping[Reason, Advice] = {
         remedy="Nothing; do not serve from a receiver whose `ready` is False.",
     ),
     Reason.ENGINE_MOVED: Advice(
-        cause="The parameters of an engine were moved, reloaded, replaced, cast and cast back, or tied in another "
-        "way since its last update, so they may hold anything. The detail names them.",
+        cause="The parameters of an engine were moved, reloaded, replaced, cast and cast back, or tied in "
+        "another way since its last update, so they may hold anything. The detail names them.",
         remedy="Nothing: they were bound anew. If it repeats, see what moves the model between updates.",
     ),
     Reason.PREVIOUS_ABORTED: Advice(

@@ -79,7 +79,8 @@ def part(
         LayoutError: the dtype is another one (quantized weights), `view` is no plain memory or has been
             released, two elements of it share memory, or the part does not lie inside the whole.
     """
-    if is_traceable_wrapper_subclass(view):
+    foreign: Any = view
+    if is_traceable_wrapper_subclass(foreign):
         raise LayoutError(f"{name} is a {type(view).__name__}, which has no memory of its own to write to.")
     shape = tuple(view.shape if global_shape is None else global_shape)
     offset = (0,) * len(shape) if global_offset is None else tuple(global_offset)

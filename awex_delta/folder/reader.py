@@ -152,7 +152,7 @@ class DiskReader:
         reason = Reason[tip.reason] if tip.reason in Reason.__members__ else Reason.NONE
         verdict = Verdict(kind=tip.kind, reason=reason)
         if self._bound.moved:  # so this rank began at a full version
-            verdict = Verdict(kind=Kind.FULL, reason=Reason.ENGINE_MOVED, detail=self._bound.moved)
+            verdict = replace(verdict, kind=Kind.FULL, reason=Reason.ENGINE_MOVED, detail=self._bound.moved)
             self._bound.moved = ""
         logger.info("engine %s: %s, %d bytes read", self._engine, tip.label, self._bytes_read)
         return UpdateStats(
@@ -181,15 +181,13 @@ class DiskReader:
             tip = chain.links[-1] if chain.links else self._held
         except OSError as error:
             failure = failure or f"{self._folder.url} cannot be read: {type(error).__name__}: {error}"
+        problems = "; ".join(chain.problems)
         if tip is None or not chain.reachable:
             tip = None
-            failure = failure or "; ".join(chain.problems)
-        elif chain.problems:
-            logger.warning(
-                "engine %s: newer versions cannot be used: %s", self._engine, "; ".join(chain.problems)
-            )
-        if tip is not None:
-            word = replace(word, version=tip.version, id=tip.id)
+            failure = failure or problems
+        elif problems:
+            logger.warning("engine %s: newer versions cannot be used: %s", self._engine, problems)
+        word = replace(word, version=tip.version, id=tip.id) if tip else word
         words = self._peers.tell(replace(word, failure=failure))
         self._failures(words)
         if (chosen := words[0]).failure:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -71,7 +72,8 @@ def test_a_transformers_model_that_cannot_be_written_is_refused(followed: Follow
 
 def test_a_head_that_is_untied_and_tied_again_is_followed() -> None:
     made = Followed("tied")
-    head, embedding = (made.model.get_submodule(name) for name in ("lm_head", "model.embed_tokens"))
+    head: Any = made.model.get_submodule("lm_head")
+    embedding = made.model.get_submodule("model.embed_tokens")
 
     def untie() -> None:
         head.weight = nn.Parameter(torch.zeros_like(head.weight))
@@ -88,7 +90,8 @@ def test_a_head_that_is_untied_and_tied_again_is_followed() -> None:
 
 def test_a_head_that_the_trainer_trains_apart_cannot_be_tied() -> None:
     made = Followed("dense")
-    head, embedding = (made.model.get_submodule(name) for name in ("lm_head", "model.embed_tokens"))
+    head: Any = made.model.get_submodule("lm_head")
+    embedding = made.model.get_submodule("model.embed_tokens")
 
     def tie() -> Callable[[], None]:
         apart, head.weight = head.weight, embedding.weight

@@ -153,9 +153,10 @@ class EngineTrial:
             raise ContractBroken(f"after version {self._version} the engine computes with other weights")
 
     def begin(self) -> None:
-        """A full sync and a delta, both right. Raises ContractBroken."""
-        self.commit(Kind.FULL)
-        self.commit(Kind.DELTA)
+        """Once, a full sync and a delta, both right. Raises ContractBroken."""
+        if self._version < 0:
+            self.commit(Kind.FULL)
+            self.commit(Kind.DELTA)
 
     def check_move(self, move: Callable[[], None]) -> None:
         """After memory moved the next update is full, for that reason, and right; then deltas go on.
