@@ -19,8 +19,10 @@ from awex_delta.folder.reader import DiskReader
 from awex_delta.protocol.verdict import Kind, Reason, Verdict
 from awex_delta.testing.contract.engines import MOVES, UNUSABLE, ContractBroken, EngineTrial, Weights
 from awex_delta.testing.faults import FaultPlan
+from awex_delta.testing.ranks import results
 from tests.fused_oracle import load_hf_state
-from tests.ranks.disk import Trainers
+from tests.ranks.conftest import DOWN
+from tests.ranks.disk import Engine, Trainers
 from tests.unit.test_engines import dense_config, group, logits, model_of, moe_config
 
 
@@ -271,3 +273,39 @@ def test_a_model_that_follows_a_folder_and_cannot_be_written_is_refused(
     undo()
     assert through_folder.update(5).reason is Reason.ENGINE_MOVED
     assert through_folder.update(6).kind is Kind.DELTA
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_of_two_ranks_that_follow_a_folder_moves(
+    build: Callable[..., Any], tmp_path: Path, rank: int
+) -> None:
+    trainers = build(Trainers, str(tmp_path))
+    engine = build(Engine, trainers, num_ranks=2)
+    trainers.write(1, 2)
+    assert engine.read() == 2
+    tensors = engine.views[rank].tensors_by_name
+    tensors[DOWN] = torch.zeros_like(tensors[DOWN])
+    stats = results(engine.try_read())  # nothing new was written meanwhile
+    assert [one.verdict.reason for one in stats][rank] is Reason.ENGINE_MOVED
+    assert engine.holds(trainers.history[2])
+    trainers.write(3)
+    tensors[DOWN] = tensors[DOWN].float()
+    outcome = engine.try_read()
+    assert all(isinstance(one, UpdateAborted) and f"rank {rank}: " in str(one) for one in outcome)
+    assert engine.readers[1 - rank].ready is not engine.readers[rank].ready is False
+    tensors[DOWN] = tensors[DOWN].bfloat16()
+    assert engine.read() == 3
+    assert engine.holds(trainers.history[3])
+
+
+def test_parameters_and_inference_tensors_follow_a_folder(build: Callable[..., Any], tmp_path: Path) -> None:
+    view = Foreign()
+    trial = foreign_trial(view)
+    trainers = build(Trainers, str(tmp_path), views=[trial.trainer])
+    reader = build(DiskReader, view, trainers.settings)
+    for version in (1, 2, 3):
+        trainers.write(version)
+        reader.update_weights()
+        trial.compare()
+        if version == 2:
+            view.move()
