@@ -104,6 +104,11 @@ REASONS: Mapping[Reason, Advice] = {
         "committed version (flushing its cache) failed there.",
         remedy="Nothing; do not serve from a receiver whose `ready` is False.",
     ),
+    Reason.ENGINE_MOVED: Advice(
+        cause="The parameters of an engine were moved, reloaded, replaced, cast and cast back, or tied in "
+        "another way since its last update, so they may hold anything. The detail names them.",
+        remedy="Nothing: they were bound anew. If it repeats, see what moves the model between updates.",
+    ),
     Reason.PREVIOUS_ABORTED: Advice(
         cause="The update before raised an exception on a trainer rank, or was committed on some only.",
         remedy="Nothing. The exception of that update says what went wrong.",

@@ -96,15 +96,6 @@ class Live:
         self.lines = {dtype: LiveLine(dtype, found, starts) for dtype, found in by_dtype.items()}
         self.tables: dict[str, Table] = {}
 
-    def fits(self, manifest: Manifest, parts: Sequence[EngineTensor]) -> bool:
-        """True while these tables are those of a version and of live tensors."""
-        live = [part for part in parts if part.tied_to is None]
-        same = manifest.hf == self.space and len(live) == len(self.parts)
-        return same and all(
-            line.storages.hold([part.view for part in live if part.view.dtype is dtype])
-            for dtype, line in self.lines.items()
-        )
-
 
 def whole_parts(tensors: Mapping[str, torch.Tensor]) -> list[EngineTensor]:
     """Plain whole tensors as what a version is written into."""

@@ -57,7 +57,6 @@ class Storages:
         if len(devices) > 1:
             raise LayoutError(f"the tensors of one rank lie on several devices: {sorted(map(str, devices))}")
         self.device = devices.pop()
-        self._places = [_place(tensor) for tensor in tensors]
         self._memories, self._memory_of = _memories(tensors)
         starts = torch.tensor([0, *(tensor.numel() for tensor in tensors)]).cumsum(0)
         first = torch.tensor([tensor.storage_offset() for tensor in tensors], dtype=torch.int64)
@@ -66,10 +65,6 @@ class Storages:
         self._starts, self._first, self._stops = (t.to(self.device) for t in (starts, first, stops))
         self._dims = _dims_table(tensors, self.device)
         self.numel = int(starts[-1])
-
-    def hold(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """True while these tensors are the memory that this object reads and writes."""
-        return [_place(tensor) for tensor in tensors] == self._places
 
     def gather(self, pos: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Read single elements.
@@ -117,7 +112,7 @@ class Storages:
         if not pos.numel():
             return
         first, last = (torch.searchsorted(self._starts, pos[[0, -1]], right=True) - 1).tolist()
-        if not 0 <= first <= last < len(self._places):
+        if not 0 <= first <= last < len(self._memory_of):
             raise CorruptFrameError(f"a position lies beyond a line of {self.numel} elements")
         cells = self._cells(pos, first, last + 1)
         memories = slice(self._memory_of[first], self._memory_of[last] + 1)
@@ -141,11 +136,6 @@ class Storages:
             cells += rest % here * stride.index_select(0, tensor)
             rest = torch.div(rest, here, rounding_mode="floor")
         return cells
-
-
-def _place(tensor: torch.Tensor) -> tuple[int, tuple[int, ...]]:
-    # Called for each tensor at each update, so it reads only what takes no time.
-    return tensor.data_ptr(), tensor.stride()
 
 
 def _memories(tensors: Sequence[torch.Tensor]) -> tuple[list[_Memory], list[int]]:

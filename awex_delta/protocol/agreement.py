@@ -21,8 +21,10 @@ class Proposal:
     version: the version that the caller asked for.
     run_id, held: of a trainer its own run and watermark, of an engine what it holds. held is None
         when there is nothing, dirty when writes were not committed.
-    reason, detail: a trainer's own doubt.
+    reason, detail: this rank's own doubt.
     changed, owned: elements that a trainer found changed, of those that it owns.
+    failure: why this rank cannot take part; empty when it can.
+    anew: the rank's description is another one than all know, so that all have to meet anew.
     """
 
     role: str
@@ -34,6 +36,8 @@ class Proposal:
     detail: str = ""
     changed: int = 0
     owned: int = 0
+    failure: str = ""
+    anew: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +82,7 @@ def decide(proposals: Sequence[Proposal], encodings: Sequence[str]) -> Decision:
     for proposal in proposals:
         if proposal.role == "engine":
             ledger = EngineLedger(run_id=proposal.run_id, version=proposal.held, dirty=proposal.dirty)
-            reasons.append(ledger.doubt(run_id, base))
+            reasons.append(max(proposal.reason, ledger.doubt(run_id, base)))
         elif proposal.held != base:  # an earlier commit reached only some ranks
             reasons.append(max(proposal.reason, Reason.PREVIOUS_ABORTED))
         else:

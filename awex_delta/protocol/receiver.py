@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from awex_delta.engines.view import EngineTensor, EngineView
-from awex_delta.errors import LayoutError
+from awex_delta.engines.view import Bound, EngineTensor, EngineView
 from awex_delta.lines.boxes import BoxMap
 from awex_delta.lines.ends import LineEnd
 from awex_delta.lines.storages import Storages
@@ -26,7 +25,7 @@ from awex_delta.protocol.rendezvous import Rendezvous
 from awex_delta.protocol.session import Session, Stopwatch, in_step
 from awex_delta.protocol.staging import Staging
 from awex_delta.protocol.stats import UpdateStats
-from awex_delta.protocol.verdict import Kind
+from awex_delta.protocol.verdict import Kind, Reason
 from awex_delta.protocol.verify import Scope, Verifier
 from awex_delta.settings.agreed import DeltaSettings
 from awex_delta.wire.context import numba_is_installed
@@ -77,6 +76,8 @@ class Receiver:
         self._comm = Comm(rendezvous, rendezvous.engine_seat(engine_rank), settings, device)
         self._session = Session(self._comm, settings, self._describe, on_phase)
         self._ledger = EngineLedger()
+        self._bound = Bound(view)
+        self._described: dict[str, tuple[Any, ...]] = {}  # what all ranks know of the tensors
         self._targets: dict[str, torch.Tensor] = {}  # in the order of the engine's line
         self._storages: Storages | None = None
         self._ends: dict[PairKey, LineEnd] = {}
@@ -144,13 +145,15 @@ class Receiver:
             watch.lap("connect")
             decision = self._session.propose(self._proposal(version))
             watch.lap("propose")
-            self._look_at_weights()
+            self._make_tables()
             verifier = Verifier(self._session, decision, watch)
             if decision.verdict.kind is Kind.DELTA:
                 num_bytes, num_elements, failure = self._receive_delta(decision, watch, verifier)
             else:
                 num_bytes, num_elements, failure = self._receive_full(watch, verifier)
-            facts = self._session.agree("apply", failure or verifier.failure, applied=num_elements)
+            _, moved = self._session.attempt(None, self._bound.require_unmoved)
+            failure = failure or verifier.failure or moved
+            facts = self._session.agree("apply", failure, applied=num_elements)
             check_arrived(facts)
             watch.lap("apply")
             verifier.agree()
@@ -174,15 +177,10 @@ class Receiver:
         self._comm.close()
 
     def _describe(self, agreed: Mapping[str, Any]) -> EngineSpec:
-        tensors = self._view.tensors()
-        for once, again in zip(tensors, self._view.tensors(), strict=True):
-            if once.view.data_ptr() != again.view.data_ptr():
-                raise LayoutError(
-                    f"{once.name}: tensors() of engine {self._engine!r} gives copies, which the engine would "
-                    "never read; give views of the live weights"
-                )
-        tensors = _by_storage(tensors)
+        self._bound.look()
+        tensors = _by_storage(self._bound.parts)
         self._targets = {tensor.name: tensor.view for tensor in tensors if tensor.tied_to is None}
+        self._described = self._bound.looks()
         self._storages = None
         self._ends = {}
         return EngineSpec(
@@ -200,11 +198,15 @@ class Receiver:
             ),
         )
 
-    def _look_at_weights(self) -> None:
-        """Look where the memory of live tensors is now; after connecting, make the tables of all lines."""
-        targets = list(self._targets.values())
-        if self._storages is None or not self._storages.hold(targets):
-            self._storages = Storages(targets)
+    def _look(self) -> None:
+        """Bind what the engine computes with now. The order of the line stays, until ranks meet anew."""
+        if self._bound.look():
+            views = {tensor.name: tensor.view for tensor in self._bound.parts}
+            self._targets = {name: views[name] for name in self._targets if name in views}
+            self._storages = None
+
+    def _make_tables(self) -> None:
+        """After the ranks met, make the tables of all lines."""
         if not self._ends:
             pairs = self._session.met.plan.pairs
             self._ends = {key: LineEnd(pair.stored, self._memory, pair.dtype) for key, pair in pairs.items()}
@@ -215,9 +217,21 @@ class Receiver:
         return self._storages
 
     def _proposal(self, version: int) -> Proposal:
+        _, failure = self._session.attempt(None, self._look)
+        moved = self._bound.moved
+        if failure or moved:  # no version any more, whatever lies there
+            self._ledger = EngineLedger(dirty=self._ledger.dirty)
         held = self._ledger
         return Proposal(
-            role="engine", version=version, run_id=held.run_id, held=held.version, dirty=held.dirty
+            role="engine",
+            version=version,
+            run_id=held.run_id,
+            held=held.version,
+            dirty=held.dirty,
+            reason=Reason.ENGINE_MOVED if moved else Reason.NONE,
+            detail=moved,
+            failure=failure,
+            anew=bool(moved) and self._bound.looks() != self._described,
         )
 
     def _receive_delta(
@@ -277,7 +291,7 @@ class Receiver:
         return *dense_volume(plan), failure
 
     def _commit(self, decision: Decision) -> None:
-        self._ledger = self._ledger.commit(decision.run_id, decision.version)
+        self._ledger, self._bound.moved = self._ledger.commit(decision.run_id, decision.version), ""
         try:
             self._view.committed(decision.version)
         except BaseException:

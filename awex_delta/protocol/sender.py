@@ -123,11 +123,12 @@ class Sender(TrainerEnd):
         watch = Stopwatch()
         try:
             with in_step(self._comm):
-                outgoing = self._join(f"version {version}")
+                self._join(f"version {version}")
                 watch.lap("connect")
                 detection = self._detect(version)
                 watch.lap("detect")
                 decision = self._session.propose(self._proposal(version, detection))
+                outgoing = self._bind()  # an engine may have described itself anew
                 watch.lap("propose")
                 with ExitStack() as held:
                     held.callback(outgoing.release)

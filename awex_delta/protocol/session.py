@@ -139,30 +139,30 @@ class Session:
         if self.comm.begin(purpose):
             return False
         self.comm.connect()
-        try:
-            self.met = meet(
-                self.comm, lambda: self._describe(self._agreed()), self._plan, paired=self._is_paired
-            )
-            # Unverified, what reads drifted weights could write beside what changed: not of its own accord.
-            context = self.met.context and self.settings.verify != "off"
-            self.codecs = codecs_for(self.settings.encoding, context=context)
-        except BaseException:  # half connected is not connected, and the peers hear of it at once
-            self.comm.abandon()
-            raise
+        self._meet()
         return True
 
     def propose(self, proposal: Proposal) -> Decision:
         """Tell all ranks what this rank holds and doubts, and conclude together.
 
+        If a rank has to describe itself anew, all meet anew: `met` is another object afterwards.
+
         Raises:
             LockstepError: see `decide`.
+            UpdateAborted: names the ranks that cannot take part, and why.
+            ConnectError: as one describes itself now, the two sides do not fit together. Nothing moved.
             PeerError: a rank did not answer.
 
         Collective: yes, over all transfer ranks.
         """
         self._version = proposal.version
-        mine = replace(proposal, detail=_clip(proposal.detail))
-        return decide(self._rows(_PROPOSAL, mine, "propose"), [codec.name for codec in self.codecs])
+        mine = replace(proposal, detail=_clip(proposal.detail), failure=_clip(proposal.failure))
+        rows = self._rows(_PROPOSAL, mine, "propose")
+        decision = decide(rows, [codec.name for codec in self.codecs])
+        self._raise_failed("propose", [row.failure for row in rows])
+        if any(row.anew for row in rows):
+            self._meet()
+        return decision
 
     def attempt(self, phase: str | None, work: Callable[[], Value]) -> tuple[Value | None, str]:
         """Run rank-local work of a phase, and turn a failure into a text for the next agreement.
@@ -196,13 +196,7 @@ class Session:
         if {(row.phase, row.version) for row in rows} != {(phase, self._version)}:
             places = [(seat, row.phase, row.version) for seat, row in enumerate(rows)]
             raise LockstepError(f"ranks are in different phases (seat, phase, version): {places}")
-        failed = {seat: row.failure for seat, row in enumerate(rows) if row.failure}
-        if failed:
-            place = self.comm.rendezvous.place
-            raise UpdateAborted(
-                f"version {self._version} was given up in phase {phase!r}: "
-                + "; ".join(f"{place(seat)}: {text}" for seat, text in failed.items())
-            )
+        self._raise_failed(phase, [row.failure for row in rows])
         return [row.facts for row in rows]
 
     def exchange_counts(self, dtype: torch.dtype, counts: Mapping[int, int]) -> list[list[int]]:
@@ -282,6 +276,27 @@ class Session:
             verified=verified,
             seconds=seconds,
         )
+
+    def _meet(self) -> None:
+        """Describe, plan and compare. Collective: yes, over all transfer ranks."""
+        try:
+            self.met = meet(
+                self.comm, lambda: self._describe(self._agreed()), self._plan, paired=self._is_paired
+            )
+        except BaseException:  # half connected is not connected, and the peers hear of it at once
+            self.comm.abandon()
+            raise
+        # Unverified, what reads drifted weights could write beside what changed: not of its own accord.
+        context = self.met.context and self.settings.verify != "off"
+        self.codecs = codecs_for(self.settings.encoding, context=context)
+
+    def _raise_failed(self, phase: str, failures: Sequence[str]) -> None:
+        """Raise UpdateAborted, the same on every rank, if a phase failed on any: by seat, why."""
+        place = self.comm.rendezvous.place
+        if failed := [f"{place(seat)}: {text}" for seat, text in enumerate(failures) if text]:
+            raise UpdateAborted(
+                f"version {self._version} was given up in phase {phase!r}: {'; '.join(failed)}"
+            )
 
     def _rows(self, rows: TypeAdapter[Value], mine: Value, phase: str) -> list[Value]:
         """Give this rank's row to all and get theirs. Raises LockstepError for a row of another kind."""

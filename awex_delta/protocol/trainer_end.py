@@ -81,10 +81,14 @@ class TrainerEnd:
 
     def _join(self, purpose: str) -> Outgoing:
         """Meet the other ranks if that is due. Returns the lines that this rank sends."""
-        if not self._session.ensure_connected(purpose) and self._outgoing is not None:
-            return self._outgoing
-        self._outgoing = None  # should anything below fail, the next call makes it anew
+        self._session.ensure_connected(purpose)
+        return self._bind()
+
+    def _bind(self) -> Outgoing:
+        """The lines that this rank sends by what all ranks agreed on last."""
         met = self._session.met
+        if self._outgoing is not None and self._outgoing.pairs is met.plan.pairs:
+            return self._outgoing
         if met.world.run_id != self._ledger.run_id:  # rank 0 names the run
             self._ledger = TrainerLedger(run_id=met.world.run_id)
         self._shares_whole = any(

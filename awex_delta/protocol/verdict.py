@@ -34,6 +34,7 @@ class Reason(IntEnum):
     DETECTION_FAILED = 49
     ENGINE_STALE = 60
     ENGINE_DIRTY = 61
+    ENGINE_MOVED = 62
     PREVIOUS_ABORTED = 70
     FIRST_SYNC = 80
     DELTA_DISABLED = 90
@@ -62,6 +63,7 @@ _REASON_TEXT: Mapping[Reason, str] = {
     Reason.DETECTION_FAILED: "detection raised an error on a rank",
     Reason.ENGINE_STALE: "an engine does not hold the base version",
     Reason.ENGINE_DIRTY: "an engine holds weights that were written but never committed",
+    Reason.ENGINE_MOVED: "an engine's weights lie in other memory than at its last update, or look otherwise",
     Reason.PREVIOUS_ABORTED: "the previous update was aborted",
     Reason.FIRST_SYNC: "first sync of this pairing",
     Reason.DELTA_DISABLED: "enable_delta_weight_update is off",

@@ -63,6 +63,10 @@ def detection_fails(pairing: Pairing) -> None:
     pairing.faults[4].fail("detect")
 
 
+def engine_moves(pairing: Pairing) -> None:
+    pairing.engines[1].tensors_by_name[EMBED] = pairing.engines[1].tensors_by_name[EMBED].clone()
+
+
 def engine_restarts(pairing: Pairing) -> None:
     pairing.receivers[1].invalidate()
 
@@ -76,6 +80,7 @@ AFTER_TRAINING: list[tuple[Reason, Callable[[Pairing], None]]] = [
     (Reason.MASTER_MISMATCH, weights_replaced),
     (Reason.DETECTION_FAILED, detection_fails),
     (Reason.ENGINE_STALE, engine_restarts),
+    (Reason.ENGINE_MOVED, engine_moves),
 ]
 
 
