@@ -75,7 +75,11 @@ class StepFollower:
         return slices
 
     def _before_step(self, keys: Collection[str], *_: Any) -> None:
-        self.look(keys)
+        try:
+            self.look(keys)
+        except Exception as error:  # noqa: BLE001 - training goes on, and the next update is full
+            for baseline in self._baselines:
+                baseline.add(failed(error))
 
 
 class AccumulatedBaseline:
@@ -139,7 +143,11 @@ class AccumulatedBaseline:
     def committed(self) -> None:
         """Later detections count from the weights as they are now."""
         self._doubt = Detection(reason=Reason.STEP_GAP)  # stays if anything below fails
-        slices = self._follower.look(without=self)
+        try:
+            slices = self._follower.look(without=self)
+        except Exception as error:  # noqa: BLE001 - the engines have committed, whatever it was
+            self._distrust(failed(error))
+            return
         self._owned = Runs.of((owned.begin, owned.stop - owned.start) for owned in slices)
         if self._plane is not None:
             self._owned = self._owned.to(self._plane.device)

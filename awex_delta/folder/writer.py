@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from awex_delta.detection.slices import Detection
-from awex_delta.errors import UpdateAborted
+from awex_delta.errors import UpdateAborted, WeightsAwayError
 from awex_delta.folder.chain import foreign_version
 from awex_delta.folder.claim import Claim
 from awex_delta.folder.collect import Taken, bring_together, take_weights
@@ -146,6 +146,8 @@ class DiskWriter(TrainerEnd):
         Raises:
             ConfigError: `version` is not an int of at least 0.
             ConnectError: ranks are missing, or do not fit.
+            WeightsAwayError: live weights of a trainer rank were freed, moved or replaced; nothing was
+                begun. Bring them back and call again.
             UpdateError: the version before could not be written, or this one not packed, or another run
                 writes to the folder. The next one is full. Call again with any version.
 
@@ -159,9 +161,7 @@ class DiskWriter(TrainerEnd):
             with in_step(self._session.comm):
                 outgoing = self._join(f"version {version}")
                 watch.lap("connect")
-                detection = self._detect(version)
-                watch.lap("detect")
-                decision = self._session.propose(self._proposal(version, detection))
+                detection, decision = self._propose(version, outgoing, watch)
                 failure, self._unreported = self._unreported, ""
                 self._session.agree("the version before", failure)
                 self._session.agree("claim the folder", self._claim_folder())
@@ -170,6 +170,8 @@ class DiskWriter(TrainerEnd):
                     stats, job = self._pack(decision, detection, outgoing, watch)
                 finally:
                     outgoing.release()
+        except WeightsAwayError:
+            raise  # nothing was begun
         except BaseException:
             self._ledger = self._ledger.abort()
             raise
@@ -244,7 +246,7 @@ class DiskWriter(TrainerEnd):
         """Take from the live weights what the version needs, and agree that all ranks did."""
         kind, failure = decision.verdict.kind, ""
         if kind is Kind.FULL or self._shares_whole:
-            _, failure = self._session.attempt(None, self._view.gather_params)
+            failure = self._gather(outgoing)
         scope = scope_of(self._settings, decision)
         if kind is Kind.DELTA:
             packed, here = self._session.attempt(

@@ -22,6 +22,7 @@ class Proposal:
     run_id, held: of a trainer its own run and watermark, of an engine what it holds. held is None
         when there is nothing, dirty when writes were not committed.
     reason, detail: a trainer's own doubt.
+    away: why this rank's weights cannot be read or written at all; empty if they can.
     changed, owned: elements that a trainer found changed, of those that it owns.
     """
 
@@ -34,6 +35,7 @@ class Proposal:
     detail: str = ""
     changed: int = 0
     owned: int = 0
+    away: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

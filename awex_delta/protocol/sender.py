@@ -11,6 +11,7 @@ import torch
 
 from awex_delta.conversion.routes import convert_all
 from awex_delta.detection.slices import Detection
+from awex_delta.errors import WeightsAwayError
 from awex_delta.lines.changes import Changes
 from awex_delta.lines.ends import LineEnd
 from awex_delta.observe.runlog.tally import count_parts
@@ -114,6 +115,8 @@ class Sender(TrainerEnd):
         Raises:
             ConfigError: `version` is not an int of at least 0.
             ConnectError: ranks are missing, or do not fit.
+            WeightsAwayError: live weights of a trainer rank were freed, moved or replaced; nothing was
+                begun. Bring them back and call again.
             UpdateError: the update did not commit anywhere that this rank knows of; the next one is
                 full. Call again with any version.
 
@@ -125,16 +128,15 @@ class Sender(TrainerEnd):
             with in_step(self._comm):
                 outgoing = self._join(f"version {version}")
                 watch.lap("connect")
-                detection = self._detect(version)
-                watch.lap("detect")
-                decision = self._session.propose(self._proposal(version, detection))
-                watch.lap("propose")
+                detection, decision = self._propose(version, outgoing, watch)
                 with ExitStack() as held:
                     held.callback(outgoing.release)
                     release = partial(held.enter_context, self._view.transfer())
                     _, failure = self._session.attempt("release", release)
                     stats = self._send(decision, detection, outgoing, watch, failure)
             self._view.committed()
+        except WeightsAwayError:
+            raise  # nothing was begun, so that what is known of the engines stays true
         except BaseException:
             self._ledger = self._ledger.abort()
             raise
@@ -189,8 +191,7 @@ class Sender(TrainerEnd):
         failure: str,
     ) -> tuple[int, int]:
         if self._shares_whole:
-            _, late = self._session.attempt(None, self._view.gather_params)
-            failure = failure or late
+            failure = self._gather(outgoing) or failure
         work = partial(self._pack, decision, detection, outgoing, watch, verifier)
         packed, here = self._session.attempt("encode", work)
         self._session.agree("encode", failure or here or verifier.failure)
@@ -247,7 +248,7 @@ class Sender(TrainerEnd):
     def _send_full(
         self, outgoing: Outgoing, watch: Stopwatch, verifier: Verifier, failure: str
     ) -> tuple[int, int]:
-        _, late = self._session.attempt(None, self._view.gather_params)
+        late = self._gather(outgoing)
         tensors, here = self._session.attempt("prepare", lambda: convert_all(self._view, self._routes))
         self._session.agree("prepare", failure or late or here)
         watch.lap("prepare")

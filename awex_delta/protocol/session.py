@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 from pydantic import TypeAdapter, ValidationError
 
-from awex_delta.errors import LockstepError, UpdateAborted, UpdateError
+from awex_delta.errors import LockstepError, UpdateAborted, UpdateError, WeightsAwayError
 from awex_delta.garbage import uncollected
 from awex_delta.plan.describe import Spec, dtype_name
 from awex_delta.plan.pairs import Pair
@@ -155,14 +155,18 @@ class Session:
         """Tell all ranks what this rank holds and doubts, and conclude together.
 
         Raises:
+            WeightsAwayError: names the ranks whose weights are not there, and what they say of them.
             LockstepError: see `decide`.
             PeerError: a rank did not answer.
 
         Collective: yes, over all transfer ranks.
         """
         self._version = proposal.version
-        mine = replace(proposal, detail=_clip(proposal.detail))
-        return decide(self._rows(_PROPOSAL, mine, "propose"), [codec.name for codec in self.codecs])
+        mine = replace(proposal, detail=_clip(proposal.detail), away=_clip(proposal.away))
+        rows = self._rows(_PROPOSAL, mine, "propose")
+        decision = decide(rows, [codec.name for codec in self.codecs])
+        self._raise_failures(WeightsAwayError, "propose", {s: r.away for s, r in enumerate(rows) if r.away})
+        return decision
 
     def attempt(self, phase: str | None, work: Callable[[], Value]) -> tuple[Value | None, str]:
         """Run rank-local work of a phase, and turn a failure into a text for the next agreement.
@@ -197,13 +201,16 @@ class Session:
             places = [(seat, row.phase, row.version) for seat, row in enumerate(rows)]
             raise LockstepError(f"ranks are in different phases (seat, phase, version): {places}")
         failed = {seat: row.failure for seat, row in enumerate(rows) if row.failure}
+        self._raise_failures(UpdateAborted, phase, failed)
+        return [row.facts for row in rows]
+
+    def _raise_failures(self, kind: type[UpdateAborted], phase: str, failed: Mapping[int, str]) -> None:
         if failed:
             place = self.comm.rendezvous.place
-            raise UpdateAborted(
+            raise kind(
                 f"version {self._version} was given up in phase {phase!r}: "
                 + "; ".join(f"{place(seat)}: {text}" for seat, text in failed.items())
             )
-        return [row.facts for row in rows]
 
     def exchange_counts(self, dtype: torch.dtype, counts: Mapping[int, int]) -> list[list[int]]:
         """Tell all ranks how many frames this rank will send to each in the round of `dtype`.
