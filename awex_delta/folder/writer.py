@@ -15,7 +15,7 @@ from awex_delta.errors import UpdateAborted, WeightsAwayError
 from awex_delta.folder.chain import foreign_version
 from awex_delta.folder.claim import Claim
 from awex_delta.folder.collect import Taken, bring_together, take_weights
-from awex_delta.folder.content import Digests, Sums, of_tensors, to_text
+from awex_delta.folder.content import Digests, Sums, to_text
 from awex_delta.folder.folder import Folder, Step, ignore_step
 from awex_delta.folder.layout import FolderPlan, plan_folder
 from awex_delta.folder.manifest import HfSpace
@@ -46,6 +46,7 @@ from awex_delta.protocol.verify import Scope, scope_of
 from awex_delta.settings.agreed import DeltaSettings
 from awex_delta.trainers.view import TrainerView
 from awex_delta.wire.choice import cheapest
+from awex_delta.wire.digest import digests as digests_of
 from awex_delta.wire.pieces import blocks
 from awex_delta.wire.registry import codecs_for
 from awex_delta.wire.spans import Span
@@ -327,7 +328,7 @@ class DiskWriter(TrainerEnd):
 
     def _pack_full(self, taken: Taken, scope: Scope) -> tuple[PackedFile | None, Digests]:
         tensors = bring_together(self._comm, taken, self._met.wholes, self._rank)
-        digests = {} if scope is Scope.OFF else of_tensors(tensors)
+        digests = {} if scope is Scope.OFF else digests_of(tensors)
         return (pack_tensors(self._file_name("model"), tensors) if tensors else None), digests
 
     def _file_name(self, stem: str) -> str:

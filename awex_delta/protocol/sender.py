@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 
@@ -22,6 +22,7 @@ from awex_delta.protocol.ledger import check_version
 from awex_delta.protocol.outgoing import Outgoing
 from awex_delta.protocol.pipeline import Pack, send_frames
 from awex_delta.protocol.rendezvous import Rendezvous
+from awex_delta.protocol.replicas import drifted, parity
 from awex_delta.protocol.session import Stopwatch, in_step
 from awex_delta.protocol.stats import PartCount, UpdateStats
 from awex_delta.protocol.trainer_end import TrainerEnd
@@ -40,6 +41,12 @@ logger = logging.getLogger(__name__)
 
 _EXPECTED_FULL = frozenset({Reason.NONE, Reason.ANCHOR_DUE, Reason.FIRST_SYNC, Reason.DELTA_DISABLED})
 _WARN_AFTER = 3
+_MAX_NAMED = 8  # tensors that a warning names
+
+DRIFTED = (
+    "version %d: trainer ranks hold different bits of %d tensors that should be equal: %s. Engines all got "
+    "those of one rank. Find out why ranks drift: the next steps make the difference larger"
+)
 
 
 class Sender(TrainerEnd):
@@ -79,6 +86,9 @@ class Sender(TrainerEnd):
         rendezvous.require_both_sides()
         super().__init__(view, rendezvous, trainer_rank, settings, on_phase=on_phase, device=device)
         self._changed_by_key: dict[str, int] | None = None  # of the last committed delta
+        self._sums: Mapping[
+            str, int
+        ] = {}  # in a full sync, digests of tensors of which other ranks hold copies
         self._unexpected_full = 0
         self._bytes_per_second: float | None = None  # of the last transfer that was large enough to tell
 
@@ -168,13 +178,19 @@ class Sender(TrainerEnd):
         if decision.verdict.kind is Kind.DELTA:
             work = decision, detection, outgoing, watch, verifier
             num_bytes, num_elements = self._send_delta(*work, failure)
+            self._sums = {}
         else:
             detection = Detection()
             num_bytes, num_elements = self._send_full(outgoing, watch, verifier, failure)
         mine = {"bytes": num_bytes, "changed": detection.num_changed, "owned": detection.num_owned}
-        facts = self._session.agree("apply", verifier.failure, sent=num_elements, **mine)
+        copies, sums = self._session.met.plan.copies, self._sums
+        told = parity(self._rank, copies, sums)
+        facts = self._session.agree("apply", verifier.failure, sent=num_elements, parity=told, **mine)
         check_arrived(facts)
         watch.lap("apply")
+        different = drifted(self._session, facts, copies, sums)
+        if different and self._rank == 0:
+            logger.warning(DRIFTED, decision.version, len(different), ", ".join(different[:_MAX_NAMED]))
         verifier.agree()
         mine["elements"] = num_elements
         return self._session.stats(
@@ -255,6 +271,7 @@ class Sender(TrainerEnd):
         plan = self._session.met.plan.dense
         self._comm.send_weights(tensors or {}, plan, phase="send weights")
         watch.lap("transfer")
+        self._sums = verifier.copies(self._session.met.plan.copies, tensors or {})
         del tensors
         self._verify_all(outgoing, verifier)
         return dense_volume(plan)

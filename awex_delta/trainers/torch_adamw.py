@@ -63,9 +63,8 @@ class TorchAdamWTrainer:
             seed: seeds the random gradients of `train_step`.
 
         Raises:
-            UnsupportedError: names a trainable weight that has no master and is not stepped itself; a tensor
-                that is not strided, or of which a part cannot be read where it lies; a master of another
-                shape than its weight, or of no weight; two names of one trained tensor.
+            UnsupportedError: names a trainable weight that has no master and is not stepped itself, or what
+                `check_tensors` refuses.
         """
         check_tensors(weights, masters)
         self._weights = {param_key(name, 0): tensor for name, tensor in weights.items()}
@@ -74,8 +73,7 @@ class TorchAdamWTrainer:
         self._stepped = self._find_stepped()
         self._settings = settings
         self._dp_rank, self._dp_size = dp_rank, dp_size
-        self._seed = seed
-        self._num_train_steps = 0
+        self._seed, self._num_train_steps = seed, 0
         if vocab_size is None:
             vocab_size = weights[_EMBEDDING].shape[0] if _EMBEDDING in weights else 0
         self._tied = tied_embeddings

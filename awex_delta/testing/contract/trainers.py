@@ -211,6 +211,7 @@ def _cast(pairing: _Pairing) -> None:
 
 def _elsewhere(pairing: _Pairing) -> None:
     """A parameter that lies on another device, one without elements, is refused by its name."""
+    pairing.trained.step()
     key = _stepped(pairing)
     tensor = pairing.trained.live()[key]
     other = torch.empty_like(tensor, device="meta", requires_grad=tensor.requires_grad)
@@ -219,8 +220,7 @@ def _elsewhere(pairing: _Pairing) -> None:
     swap_tensors(tensor, other)
     pairing.refuse(key)
     swap_tensors(tensor, other)
-    pairing.trained.step()
-    pairing.commit(kind=Kind.DELTA)
+    pairing.commit(kind=Kind.DELTA)  # no step follows: autograd refuses tensors that were swapped
 
 
 def _tied(pairing: _Pairing) -> None:
