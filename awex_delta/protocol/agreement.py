@@ -22,7 +22,7 @@ class Proposal:
     run_id, held: of a trainer its own run and watermark, of an engine what it holds. held is None
         when there is nothing, dirty when writes were not committed.
     reason, detail: a trainer's own doubt.
-    away: why this rank's weights cannot be read or written at all; empty if they can.
+    failure: why this rank cannot take part; empty when it can.
     changed, owned: elements that a trainer found changed, of those that it owns.
     """
 
@@ -35,7 +35,7 @@ class Proposal:
     detail: str = ""
     changed: int = 0
     owned: int = 0
-    away: str = ""
+    failure: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

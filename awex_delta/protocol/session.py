@@ -162,10 +162,10 @@ class Session:
         Collective: yes, over all transfer ranks.
         """
         self._version = proposal.version
-        mine = replace(proposal, detail=_clip(proposal.detail), away=_clip(proposal.away))
+        mine = replace(proposal, detail=_clip(proposal.detail), failure=_clip(proposal.failure))
         rows = self._rows(_PROPOSAL, mine, "propose")
         decision = decide(rows, [codec.name for codec in self.codecs])
-        self._raise_failures(WeightsAwayError, "propose", {s: r.away for s, r in enumerate(rows) if r.away})
+        self._raise_failed("propose", [row.failure for row in rows], WeightsAwayError)
         return decision
 
     def attempt(self, phase: str | None, work: Callable[[], Value]) -> tuple[Value | None, str]:
@@ -200,17 +200,8 @@ class Session:
         if {(row.phase, row.version) for row in rows} != {(phase, self._version)}:
             places = [(seat, row.phase, row.version) for seat, row in enumerate(rows)]
             raise LockstepError(f"ranks are in different phases (seat, phase, version): {places}")
-        failed = {seat: row.failure for seat, row in enumerate(rows) if row.failure}
-        self._raise_failures(UpdateAborted, phase, failed)
+        self._raise_failed(phase, [row.failure for row in rows])
         return [row.facts for row in rows]
-
-    def _raise_failures(self, kind: type[UpdateAborted], phase: str, failed: Mapping[int, str]) -> None:
-        if failed:
-            place = self.comm.rendezvous.place
-            raise kind(
-                f"version {self._version} was given up in phase {phase!r}: "
-                + "; ".join(f"{place(seat)}: {text}" for seat, text in failed.items())
-            )
 
     def exchange_counts(self, dtype: torch.dtype, counts: Mapping[int, int]) -> list[list[int]]:
         """Tell all ranks how many frames this rank will send to each in the round of `dtype`.
@@ -289,6 +280,14 @@ class Session:
             verified=verified,
             seconds=seconds,
         )
+
+    def _raise_failed(
+        self, phase: str, failures: Sequence[str], kind: type[UpdateAborted] = UpdateAborted
+    ) -> None:
+        """Raise `kind`, the same on every rank, if a phase failed on any: by seat, why."""
+        place = self.comm.rendezvous.place
+        if failed := [f"{place(seat)}: {text}" for seat, text in enumerate(failures) if text]:
+            raise kind(f"version {self._version} was given up in phase {phase!r}: {'; '.join(failed)}")
 
     def _rows(self, rows: TypeAdapter[Value], mine: Value, phase: str) -> list[Value]:
         """Give this rank's row to all and get theirs. Raises LockstepError for a row of another kind."""

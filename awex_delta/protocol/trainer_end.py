@@ -105,10 +105,10 @@ class TrainerEnd:
             WeightsAwayError: weights of a rank cannot be read. Nothing was read of any rank's either.
             LockstepError, PeerError: see `Session.propose`.
         """
-        _, away = self._session.attempt(None, outgoing.look)
-        detection = Detection() if away else self._detect(version)
+        _, failure = self._session.attempt(None, outgoing.look)
+        detection = Detection() if failure else self._detect(version)
         watch.lap("detect")
-        decision = self._session.propose(self._proposal(version, detection, away))
+        decision = self._session.propose(self._proposal(version, detection, failure))
         watch.lap("propose")
         return detection, decision
 
@@ -128,7 +128,7 @@ class TrainerEnd:
         detection, failure = self._session.attempt("detect", self._view.detect)
         return detection or Detection(reason=Reason.DETECTION_FAILED, detail=failure)
 
-    def _proposal(self, version: int, detection: Detection, away: str) -> Proposal:
+    def _proposal(self, version: int, detection: Detection, failure: str) -> Proposal:
         return Proposal(
             role="trainer",
             version=version,
@@ -138,7 +138,7 @@ class TrainerEnd:
             detail=detection.detail,
             changed=detection.num_changed,
             owned=detection.num_owned,
-            away=away,
+            failure=failure,
         )
 
     def _describe(self, agreed: Mapping[str, Any]) -> TrainerSpec:

@@ -108,8 +108,8 @@ def digests(tensors: Mapping[str, torch.Tensor], *, compiled: bool = False) -> d
 
 def _sums_together(tensors: Mapping[str, torch.Tensor]) -> Iterator[torch.Tensor]:
     flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors.values()])
-    counts = torch.tensor([tensor.numel() for tensor in tensors.values()]).to(flat.device)
-    salts = torch.tensor([signed(salt_of(name)) for name in tensors]).to(flat.device)
+    table = [[tensor.numel(), signed(salt_of(name))] for name, tensor in tensors.items()]
+    counts, salts = torch.tensor(table, dtype=torch.int64, device=flat.device).T.contiguous()
     group = torch.repeat_interleave(counts, output_size=flat.numel())
     index = torch.arange(flat.numel(), device=flat.device) - (counts.cumsum(0) - counts)[group]
     yield from sums_by_group(index, flat, salts, group).unbind()

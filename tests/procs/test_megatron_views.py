@@ -12,6 +12,7 @@ import torch
 from megatron.core.optimizer import OptimizerConfig, _get_param_groups
 from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
+from torch._C._distributed_c10d import FileStore
 
 from awex_delta.errors import WeightsAwayError
 from awex_delta.folder.writer import DiskWriter
@@ -138,7 +139,8 @@ def spread(me: Rank, spec: TinySpec, kind: Callable[..., torch.optim.Optimizer])
     )
     view, inverting = attach(tiny, settings), attach(tiny, DeltaSettings())
     inverting.committed()
-    meeting = Rendezvous(num_engine_ranks=0, num_trainer_ranks=me.world_size, store=meeting_store(me))
+    store: Any = FileStore(str(me.folder / "meeting"), me.world_size)
+    meeting = Rendezvous(num_engine_ranks=0, num_trainer_ranks=me.world_size, store=store)
     writer = DiskWriter(view, meeting, me.rank, settings)
     kinds = [writer.update_weights(0).verdict.kind]
     sparse = [info for info in view.weights() if info.sparse]
@@ -165,10 +167,6 @@ def spread(me: Rank, spec: TinySpec, kind: Callable[..., torch.optim.Optimizer])
         inverted=inverted,
         kinds=kinds,
     )
-
-
-def meeting_store(me: Rank) -> torch.distributed.Store:
-    return torch.distributed.FileStore(str(me.folder / "meeting"), me.world_size)
 
 
 @pytest.mark.parametrize(

@@ -35,12 +35,13 @@ def freed(tensor: torch.Tensor) -> Iterator[None]:
 @contextmanager
 def elsewhere(tensor: torch.Tensor) -> Iterator[None]:
     """The same tensor on a device without elements: there is no second real one."""
+    swap: Callable[[torch.Tensor, torch.Tensor], None] = swap_tensors
     other = torch.empty_like(tensor, device="meta")
-    swap_tensors(tensor, other)
+    swap(tensor, other)
     try:
         yield
     finally:
-        swap_tensors(tensor, other)
+        swap(tensor, other)
 
 
 def trainer(pairing: Pairing, rank: int) -> TorchAdamWTrainer:

@@ -42,7 +42,7 @@ def replicas() -> Iterator[Callable[..., Pairing]]:
         shapes = {**SHAPES, BIAS: (4,)}
         trainers = [Replica.create(SHAPES, lr=1e-5, buffers={BIAS: (4,)}) for _ in range(2)]
         for rank, trainer in enumerate(trainers):
-            trainer.rank = rank
+            vars(trainer)["rank"] = rank
         dtypes = {BIAS: torch.float32}
         seats = [EngineSeat(engine=name, view=DictEngine(shapes, dtypes=dtypes)) for name in "abc"]
         built.append(Pairing(trainers, seats, replace(SETTINGS, verify="full", **settings)))

@@ -1,1 +1,1 @@
-"""What an `EngineView` or a `TrainerView` of your own has to keep to, as checks that you can run."""
+"""Suites that tell whether an adapter of your own keeps to its interface, to be called from its tests."""

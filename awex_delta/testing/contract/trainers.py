@@ -12,8 +12,8 @@ Example:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import closing, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -134,6 +134,20 @@ class _Pairing:
         ]
 
 
+@contextmanager
+def _storage_freed(tensor: torch.Tensor) -> Iterator[None]:
+    """The storage behind a tensor given back for a while, then filled as it was."""
+    storage = tensor.untyped_storage()
+    cells = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+    held = cells.clone()
+    storage.resize_(0)
+    try:
+        yield
+    finally:
+        storage.resize_(held.numel())
+        cells.copy_(held)
+
+
 def _stepped(pairing: _Pairing) -> str:
     """A parameter that an optimizer steps and that changes travel of."""
     return next(info.key for info in pairing.trained.view.weights() if info.sparse)
@@ -149,12 +163,8 @@ def _freed(pairing: _Pairing) -> None:
     """A storage of size zero is named, and the same bits at the same place are a delta again."""
     pairing.trained.step()
     key = _stepped(pairing)
-    storage = pairing.trained.live()[key].untyped_storage()
-    held, size = torch.tensor(storage.tolist(), dtype=torch.uint8), storage.nbytes()
-    storage.resize_(0)
-    pairing.refuse(key)
-    storage.resize_(size)
-    torch.empty(0, dtype=torch.uint8).set_(storage).copy_(held)  # type: ignore[call-overload]
+    with _storage_freed(pairing.trained.live()[key]):
+        pairing.refuse(key)
     pairing.commit(kind=Kind.DELTA)
     _plain(pairing)
 
@@ -166,12 +176,8 @@ def _freed_state(pairing: _Pairing) -> None:
         tensor: torch.Tensor | None = getattr(next(iter(pairing.trained.view.owned_slices())), name)
         if tensor is None:
             continue
-        storage = tensor.untyped_storage()
-        held, size = torch.tensor(storage.tolist(), dtype=torch.uint8), storage.nbytes()
-        storage.resize_(0)
-        pairing.commit_or_refuse()
-        storage.resize_(size)
-        torch.empty(0, dtype=torch.uint8).set_(storage).copy_(held)  # type: ignore[call-overload]
+        with _storage_freed(tensor):
+            pairing.commit_or_refuse()
         pairing.commit()
         pairing.trained.step()
         pairing.commit()
@@ -217,9 +223,10 @@ def _elsewhere(pairing: _Pairing) -> None:
     other = torch.empty_like(tensor, device="meta", requires_grad=tensor.requires_grad)
     if isinstance(tensor, torch.nn.Parameter):
         other = torch.nn.Parameter(other, requires_grad=tensor.requires_grad)
-    swap_tensors(tensor, other)
+    swap: Callable[[torch.Tensor, torch.Tensor], None] = swap_tensors
+    swap(tensor, other)
     pairing.refuse(key)
-    swap_tensors(tensor, other)
+    swap(tensor, other)
     pairing.commit(kind=Kind.DELTA)  # no step follows: autograd refuses tensors that were swapped
 
 
