@@ -6,11 +6,16 @@ times, the others count theirs -1 times, so that all counts add up to zero if co
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 
 from awex_delta.errors import LockstepError
 from awex_delta.protocol.session import Session
 from awex_delta.wire.digest import MODULUS
+
+logger = logging.getLogger(__name__)
+
+_MAX_NAMED = 8  # tensors that a warning names
 
 Copies = Mapping[str, tuple[int, ...]]
 """By HF name, the trainer ranks that hold the same part of it."""
@@ -28,14 +33,19 @@ def parity(rank: int, copies: Copies, sums: Mapping[str, int]) -> int:
     return sum((len(copies[n]) - 1 if first[n] else -1) * total for n, total in sums.items()) % MODULUS
 
 
-def drifted(
-    session: Session, facts: Sequence[Mapping[str, int]], copies: Copies, sums: Mapping[str, int]
-) -> list[str]:
-    """Tensors of which trainer ranks hold different bits, each with its ranks, sorted.
+def warn_of_drift(
+    session: Session,
+    version: int,
+    facts: Sequence[Mapping[str, int]],
+    copies: Copies,
+    sums: Mapping[str, int],
+) -> None:
+    """Log, on trainer rank 0, the tensors of which trainer ranks hold different bits, with the ranks.
 
     Args:
         session: of this rank.
-        facts: of the agreement that ended the update, with the `parity` of each trainer rank.
+        version: of the update.
+        facts: of the agreement that ended it, with the `parity` of each trainer rank.
         copies, sums: see `parity`; empty on an engine rank.
 
     Raises:
@@ -45,13 +55,22 @@ def drifted(
     Collective: yes, over all transfer ranks, if the parities do not add up to zero; else none.
     """
     if not sum(fact.get("parity", 0) for fact in facts) % MODULUS:
-        return []
+        return
     mine = {name: [sums[name], *ranks] for name, ranks in copies.items() if name in sums}
     rows = session.comm.gather_json(mine, phase="copies of the trainer")
+    rendezvous = session.comm.rendezvous
     try:
-        return sorted(_different(rows[session.comm.rendezvous.num_engine_ranks :]))
-    except (AttributeError, IndexError, KeyError, TypeError) as error:
+        different = sorted(_different(rows[rendezvous.num_engine_ranks :]))
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise LockstepError(f"a trainer rank sent no digests of its copies: {error!r}") from error
+    if session.comm.seat == rendezvous.trainer_seat(0):
+        logger.warning(
+            "version %d: trainer ranks hold different bits of %d tensors that should be equal: %s. Engines "
+            "all got those of one rank. Find out why ranks drift: each step can make the difference larger",
+            version,
+            len(different),
+            ", ".join(different[:_MAX_NAMED]),
+        )
 
 
 def _different(trainers: Sequence[Mapping[str, Sequence[int]]]) -> Iterator[str]:

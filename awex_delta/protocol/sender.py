@@ -22,7 +22,7 @@ from awex_delta.protocol.ledger import check_version
 from awex_delta.protocol.outgoing import Outgoing
 from awex_delta.protocol.pipeline import Pack, send_frames
 from awex_delta.protocol.rendezvous import Rendezvous
-from awex_delta.protocol.replicas import drifted, parity
+from awex_delta.protocol.replicas import parity, warn_of_drift
 from awex_delta.protocol.session import Stopwatch, in_step
 from awex_delta.protocol.stats import PartCount, UpdateStats
 from awex_delta.protocol.trainer_end import TrainerEnd
@@ -41,12 +41,6 @@ logger = logging.getLogger(__name__)
 
 _EXPECTED_FULL = frozenset({Reason.NONE, Reason.ANCHOR_DUE, Reason.FIRST_SYNC, Reason.DELTA_DISABLED})
 _WARN_AFTER = 3
-_MAX_NAMED = 8  # tensors that a warning names
-
-DRIFTED = (
-    "version %d: trainer ranks hold different bits of %d tensors that should be equal: %s. Engines all got "
-    "those of one rank. Find out why ranks drift: the next steps make the difference larger"
-)
 
 
 class Sender(TrainerEnd):
@@ -188,9 +182,7 @@ class Sender(TrainerEnd):
         facts = self._session.agree("apply", verifier.failure, sent=num_elements, parity=told, **mine)
         check_arrived(facts)
         watch.lap("apply")
-        different = drifted(self._session, facts, copies, sums)
-        if different and self._rank == 0:
-            logger.warning(DRIFTED, decision.version, len(different), ", ".join(different[:_MAX_NAMED]))
+        warn_of_drift(self._session, decision.version, facts, copies, sums)
         verifier.agree()
         mine["elements"] = num_elements
         return self._session.stats(

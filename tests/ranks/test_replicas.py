@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import logging
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from awex_delta.lines.storages import bits
 from awex_delta.protocol.verdict import Kind
 from awex_delta.testing.dict_engine import DictEngine
 from awex_delta.trainers.torch_adamw import TorchAdamWTrainer
 from awex_delta.trainers.view import TrainerLayout, WeightInfo
 from tests.pairing import EngineSeat, Pairing
-from tests.ranks.conftest import BIAS, DOWN, EMBED, NORM, SETTINGS, SHAPES, train
+from tests.ranks.conftest import BIAS, DOWN, EMBED, NORM, Q_PROJ, SETTINGS, SHAPES, train
+from tests.ranks.disk import Engine, Trainers
 
 Make = Callable[..., Pairing]
 
@@ -120,3 +124,27 @@ def test_owners_in_parts_that_drifted_are_named(make: Make, caplog: pytest.LogCa
     assert f"{BIAS} (trainer ranks 0, 1)" in caplog.text
     first, second, whole = [held(engine)[BIAS] for engine in pairing.engines]
     assert first == second == whole
+
+
+def test_a_folder_is_written_from_one_source(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    views = [Replica.create(SHAPES, lr=1e-5, buffers={BIAS: (4,)}) for _ in range(2)]
+    for rank, view in enumerate(views):
+        vars(view)["rank"] = rank
+    drifted = (NORM, EMBED, DOWN, Q_PROJ, BIAS)
+    for name in drifted:
+        nudge(views[1], name)
+    trainers = Trainers(str(tmp_path), views=views, verify="full", anchor_interval=2)
+    engine = Engine(trainers)
+    with caplog.at_level(logging.WARNING):
+        for version in range(4):
+            trainers.write(version)
+            engine.read()
+            for name in (*SHAPES, BIAS):
+                source = views[zlib.crc32(name.encode()) % 2]._weights[f"0/{name}"]
+                assert bits(engine.views[0].tensors_by_name[name]).equal(bits(source)), (version, name)
+    trainers.close()
+    engine.close()
+    assert trainers.kinds == "FDDF"
+    warnings = [record.getMessage() for record in caplog.records if "different bits" in record.getMessage()]
+    assert len(warnings) == 2
+    assert all(f"{name} (trainer ranks 0, 1)" in warning for warning in warnings for name in drifted)
