@@ -14,9 +14,10 @@
     │       ├── RepeatedFrameError  they came before
     │       └── MissingFrameError   some that belong before them did not come
     ├── DriftError             an engine's live weights changed since they were committed
-    └── UpdateError            an update did not commit; the next one is a full sync
+    └── UpdateError            an update did not commit; the next one is a full sync, but for WeightsAwayError
         ├── UpdateAborted      a rank reported a failure, all ranks gave the update up
-        │   └── VerificationError  an engine's live weights are not the trainer's
+        │   ├── VerificationError  an engine's live weights are not the trainer's
+        │   └── WeightsAwayError   a rank's weights cannot be read now; nothing was begun
         ├── LockstepError      ranks disagree about what they are doing
         ├── PeerError          a peer did not answer in time, or went away
         └── ChainError         no chain of versions in the folder leads where it was asked to
@@ -91,6 +92,14 @@ class UpdateAborted(UpdateError):
 
 class VerificationError(UpdateAborted):
     """After the writes an engine's live weights were not the trainer's. Names the tensors."""
+
+
+class WeightsAwayError(UpdateAborted):
+    """Live weights of a rank were freed, moved or replaced. Nothing was read, sent or written.
+
+    Ledgers stand as they did, so that the next update, with the weights back, is a delta if it would have
+    been one.
+    """
 
 
 class LockstepError(UpdateError):

@@ -90,6 +90,12 @@ REASONS: Mapping[Reason, Advice] = {
         "finite, or the recorded step, the moments and the optimizer's counter contradict each other.",
         remedy="Look at the detail in the verdict: it names the parameter and the value.",
     ),
+    Reason.STATE_AWAY: Advice(
+        cause="An fp32 master or a moment has a storage of size zero, or lies on another device than its "
+        "weight: optimizer state is offloaded between steps, and was away in this update, or in the last.",
+        remedy="Bring the state back before the update; then the next one, or the one after it, is a delta "
+        "again. With `weight_update_delta_method: snapshot` the state is not looked at.",
+    ),
     Reason.DETECTION_FAILED: Advice(
         cause="Detection raised an exception on a trainer rank; the verdict's detail carries it.",
         remedy="Report it: the update is exact all the same, but this is an error in the adapter.",
@@ -192,6 +198,13 @@ EXCEPTIONS: Mapping[type[errors.AwexDeltaError], Advice] = {
     errors.UpdateAborted: Advice(
         cause="On every rank alike: the message names the phase, the ranks that failed and their errors.",
         remedy="Repair the cause, then as `UpdateError`.",
+    ),
+    errors.WeightsAwayError: Advice(
+        cause="Before an update a rank looked at its live weights and found a storage of size zero, another "
+        "shape, dtype or device, or another parameter than the optimizer steps. Nothing was read or sent; "
+        "engines serve on.",
+        remedy="Bring offloaded weights back, then update again: it is a delta if it would have been one. "
+        "After replacing parameters make optimizer and view anew.",
     ),
     errors.VerificationError: Advice(
         cause="On every rank alike, after the writes of an update: the message names the engine ranks, the "

@@ -98,7 +98,10 @@ class StepFollower(Follower):
         return slices
 
     def _before_step(self, keys: Collection[str], *_: Any) -> None:
-        self._look(keys)
+        try:
+            self._look(keys)
+        except Exception as error:  # noqa: BLE001 - training goes on, and the next update is full
+            self._tell(failed(error))
 
     def _unhook(self) -> None:
         super()._unhook()
@@ -177,7 +180,11 @@ class AccumulatedBaseline:
         """Later detections count from the weights as they are now."""
         unsure = Detection(reason=Reason.STEP_GAP)
         self._doubt = unsure  # stays if anything below fails
-        slices = self._follower.look(without=self)
+        try:
+            slices = self._follower.look(without=self)
+        except Exception as error:  # noqa: BLE001 - the engines have committed, whatever it was
+            self._distrust(failed(error))
+            return
         self._owned = Runs.of((owned.begin, owned.stop - owned.start) for owned in slices)
         self._held, self._plane = Changes.none(), None
         if self._doubt is unsure:

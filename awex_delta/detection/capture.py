@@ -25,7 +25,6 @@ from awex_delta.detection.accumulate import AccumulatedBaseline, Follower
 from awex_delta.detection.invert import failed
 from awex_delta.detection.pieces import Piece, Runs, Scratch, in_order, nonzero, pieces
 from awex_delta.detection.slices import Detection, OwnedSlice, OwnedSlices, Watched, bf16_slices
-from awex_delta.errors import UnsupportedError
 from awex_delta.lines.bits import step_code
 from awex_delta.lines.changes import Changes
 from awex_delta.protocol.verdict import Reason
@@ -105,14 +104,14 @@ class StepCapture(Follower):
         return slices
 
     def _guarded(self, hook: Callable[..., None], optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Whatever happens here, training goes on, and what is not known becomes a full sync."""
+        """Run a hook if a baseline follows; what it raises makes the next update full."""
         if not any(baseline.follows for baseline in self._baselines):
             self._seals.pop(optimizer, None)
             return
         try:
             with torch.no_grad():
                 hook(optimizer, _cut(bf16_slices(self._owned_slices()), self._watched[optimizer]))
-        except (UnsupportedError, RuntimeError, MemoryError) as error:
+        except Exception as error:  # noqa: BLE001 - training goes on, and the next update is full
             self._seals.pop(optimizer, None)
             self._tell(failed(error))
 

@@ -159,13 +159,21 @@ def _refuse(refusals: list[_Refusal], num_owned: int) -> Detection:
 def _refusals(owned: OwnedSlice, numel: int, planned: AdamWStep | Reason | None) -> Iterator[_Refusal]:
     """Why a slice cannot be inverted, as far as that shows without reading its tensors."""
     main, weight = owned.main, owned.weight
+    away = owned.unreadable("weight")
+    if away:
+        raise UnsupportedError(away)
     if weight.dtype is not torch.bfloat16 or weight.numel() != numel:
         raise UnsupportedError(f"{owned.key}: detection needs {numel} bf16 weights, not {_describe(weight)}")
     if main is not None and main.numel() != numel:
         raise UnsupportedError(f"{owned.key}: the master of {numel} weights is {_describe(main)}")
     if main is None or main.dtype is not torch.float32:
         yield _Refusal(reason=Reason.NO_FP32_MASTER, detail=f"{owned.key}: master is {_describe(main)}")
+    elif away := owned.unreadable("main"):
+        yield _Refusal(reason=Reason.STATE_AWAY, detail=away)
     if planned is None:
+        # Before the first counted step the moments are looked at, too: they have to be zero.
+        if owned.step < 1 and (away := owned.unreadable("exp_avg", "exp_avg_sq")):
+            yield _Refusal(reason=Reason.STATE_AWAY, detail=away)
         return
     if isinstance(planned, Reason):
         yield _Refusal(reason=planned, detail=owned.key)
@@ -177,6 +185,8 @@ def _refusals(owned: OwnedSlice, numel: int, planned: AdamWStep | Reason | None)
         elif moment.dtype is not torch.float32:
             detail = f"{owned.key}: {name} is {_describe(moment)}"
             yield _Refusal(reason=Reason.MOMENTS_INVALID, detail=detail)
+    if away := owned.unreadable("exp_avg", "exp_avg_sq"):
+        yield _Refusal(reason=Reason.STATE_AWAY, detail=away)
     if planned.step != owned.step:
         detail = f"{owned.key}: step {planned.step} was recorded, the optimizer counts {owned.step}"
         yield _Refusal(reason=Reason.HYPERPARAMETERS_INVALID, detail=detail)

@@ -11,6 +11,7 @@ import torch
 
 from awex_delta.detection.adamw import AdamWStep
 from awex_delta.errors import UnsupportedError
+from awex_delta.lines.storages import unreadable
 from awex_delta.protocol.verdict import Reason
 
 Group = Mapping[str, Any]
@@ -91,15 +92,27 @@ def step_counts(optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor]
     Returns:
         One count for each parameter, in order; all 0 for a class that is not known.
 
+    Raises:
+        UnsupportedError: the optimizer steps another tensor in place of one of these, or a counter was freed.
+
     Counters held on a device are copied to the host together.
     """
     if not is_known(optimizer):
         return [0] * len(params)
     if _class_path(optimizer) in _COUNTED_BY_GROUP:
         of_group = {p: group.get("step", 0) for group in optimizer.param_groups for p in group["params"]}
+        missing = next((param for param in params if param not in of_group), None)
+        if missing is not None:
+            raise UnsupportedError(
+                f"{_class_path(optimizer)} steps another tensor in place of a master of {missing.numel()} "
+                "elements that it stepped at attach: attach the trainer again"
+            )
         raw = [of_group[param] for param in params]
     else:
         raw = [_state(optimizer, param).get("step", 0) for param in params]
+    away = next((why for v in raw if isinstance(v, torch.Tensor) and (why := unreadable(v))), "")
+    if away:
+        raise UnsupportedError(f"a step counter of {_class_path(optimizer)}: {away}: bring it back first")
     there = [value for value in raw if _is_on_device(value)]
     host = iter(torch.cat([value.view(1) for value in there]).tolist() if there else ())
     return [int(next(host) if _is_on_device(value) else value) for value in raw]
@@ -116,6 +129,7 @@ def moments(
 def flat(tensor: torch.Tensor, part: slice | None = None) -> torch.Tensor:
     """The elements of a contiguous tensor, or a part of them, live, flat and without gradients.
 
+    Raises RuntimeError if the tensor is not contiguous, or its storage was freed; see `slices.unusable`.
     It is called for every tensor in every update, so it spends no operation on a tensor that is flat already.
     """
     if tensor.requires_grad:

@@ -12,6 +12,7 @@ from itertools import zip_longest
 
 import torch
 
+from awex_delta.detection.invert import failed
 from awex_delta.detection.pieces import Piece, Runs, Scratch, in_order, nonzero, pieces
 from awex_delta.detection.slices import Detection, OwnedSlice, OwnedSlices, bf16_slices
 from awex_delta.lines.bits import step_code
@@ -38,6 +39,7 @@ class SnapshotBaseline:
         self._owned_slices = owned_slices
         self._held: torch.Tensor | None = None  # in the order of the pieces
         self._ranges: list[tuple[str, int, int]] = []
+        self._failure: Detection | None = None  # of the last commit's copy
 
     @property
     def num_bytes(self) -> int:
@@ -51,7 +53,7 @@ class SnapshotBaseline:
             UnsupportedError: a weight is not bf16.
         """
         if self._held is None:
-            return Detection(reason=Reason.FIRST_SYNC)
+            return self._failure or Detection(reason=Reason.FIRST_SYNC)
         slices = bf16_slices(self._owned_slices())
         num_owned = sum(owned.stop - owned.start for owned in slices)
         for before, now in zip_longest(self._ranges, _ranges(slices)):
@@ -63,7 +65,14 @@ class SnapshotBaseline:
         return Detection(changes=in_order(parts), num_owned=num_owned)
 
     def committed(self) -> None:
-        """Copy the weights as they are now."""
+        """Copy the weights as they are now. Never raises: what fails makes the next update full."""
+        try:
+            self._failure = None
+            self._copy()
+        except Exception as error:  # noqa: BLE001 - the engines have committed, whatever it was
+            self._held, self._failure = None, failed(error)
+
+    def _copy(self) -> None:
         slices = bf16_slices(self._owned_slices())
         num_owned = sum(owned.stop - owned.start for owned in slices)
         held, self._held = self._held, None  # of no use if anything below fails

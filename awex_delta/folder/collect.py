@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
@@ -12,6 +12,7 @@ from awex_delta.folder.local import Tensors
 from awex_delta.protocol.comm import Comm
 from awex_delta.trainers.view import TrainerView
 from awex_delta.wire.codec import as_bytes
+from awex_delta.wire.digest import digests
 
 Taken = dict[tuple[str, Piece], torch.Tensor]
 """Copies of the pieces that one rank writes or gives to a writer, on the CPU."""
@@ -36,6 +37,16 @@ def take_weights(
                 cut = tensor.detach()[piece.source]
                 taken[name, piece] = cut.to("cpu", copy=True).contiguous()
     return taken
+
+
+def hash_copies(view: TrainerView, routes: Mapping[str, Route], names: Collection[str]) -> dict[str, int]:
+    """Digests of this rank's parts of some HF tensors, one parameter at a time."""
+    found: dict[str, int] = {}
+    for key, route in routes.items():
+        if any(output.name in names for output in route.outputs):
+            converted = view.convert(key, view.tensor(key).detach())
+            found |= digests({name: tensor for name, tensor in converted if name in names})
+    return found
 
 
 def bring_together(comm: Comm, taken: Taken, wholes: Sequence[WholeTensor], rank: int) -> Tensors:

@@ -22,7 +22,7 @@ from awex_delta.folder.manifest import HfSpace, Manifest
 from awex_delta.lines.boxes import BoxMap
 from awex_delta.observe.compare.engine_digests import digest_of_part
 from awex_delta.protocol.verify import Scope
-from awex_delta.wire.digest import MODULUS, digest, salt_of, signed, sums_by_group
+from awex_delta.wire.digest import MODULUS, salt_of, signed, sums_by_group
 
 Digests = dict[str, int]
 """By HF name, whole numbers below 2^64."""
@@ -73,11 +73,6 @@ class Sums:
         """By name, of tensors of which an element was added."""
         rows = zip(self._names, self._totals.tolist(), self._counts.tolist(), strict=True)
         return {name: total % MODULUS for name, total, count in rows if count}
-
-
-def of_tensors(tensors: Mapping[str, torch.Tensor]) -> Digests:
-    """Of whole tensors that one rank writes."""
-    return {name: digest(tensor, name) for name, tensor in tensors.items()}
 
 
 def to_text(digests: Digests) -> dict[str, str]:

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import torch
 
 from awex_delta.detection.slices import Detection
-from awex_delta.errors import UpdateAborted
+from awex_delta.errors import UpdateAborted, WeightsAwayError
 from awex_delta.folder.chain import foreign_version
 from awex_delta.folder.claim import Claim
-from awex_delta.folder.collect import Taken, bring_together, take_weights
-from awex_delta.folder.content import Digests, Sums, of_tensors, to_text
+from awex_delta.folder.collect import Taken, bring_together, hash_copies, take_weights
+from awex_delta.folder.content import Digests, Sums, to_text
 from awex_delta.folder.folder import Folder, Step, ignore_step
 from awex_delta.folder.layout import FolderPlan, plan_folder
 from awex_delta.folder.manifest import HfSpace
@@ -38,6 +38,7 @@ from awex_delta.protocol.agreement import Decision
 from awex_delta.protocol.ledger import check_version
 from awex_delta.protocol.outgoing import Outgoing
 from awex_delta.protocol.rendezvous import Rendezvous
+from awex_delta.protocol.replicas import parity, warn_of_drift
 from awex_delta.protocol.session import Stopwatch, in_step
 from awex_delta.protocol.stats import UpdateStats
 from awex_delta.protocol.trainer_end import TrainerEnd
@@ -46,6 +47,7 @@ from awex_delta.protocol.verify import Scope, scope_of
 from awex_delta.settings.agreed import DeltaSettings
 from awex_delta.trainers.view import TrainerView
 from awex_delta.wire.choice import cheapest
+from awex_delta.wire.digest import digests as digests_of
 from awex_delta.wire.pieces import blocks
 from awex_delta.wire.registry import codecs_for
 from awex_delta.wire.spans import Span
@@ -146,6 +148,8 @@ class DiskWriter(TrainerEnd):
         Raises:
             ConfigError: `version` is not an int of at least 0.
             ConnectError: ranks are missing, or do not fit.
+            WeightsAwayError: live weights of a trainer rank were freed, moved or replaced; nothing was
+                begun. Bring them back and call again.
             UpdateError: the version before could not be written, or this one not packed, or another run
                 writes to the folder. The next one is full. Call again with any version.
 
@@ -159,9 +163,7 @@ class DiskWriter(TrainerEnd):
             with in_step(self._session.comm):
                 outgoing = self._join(f"version {version}")
                 watch.lap("connect")
-                detection = self._detect(version)
-                watch.lap("detect")
-                decision = self._session.propose(self._proposal(version, detection))
+                detection, decision = self._propose(version, outgoing, watch)
                 failure, self._unreported = self._unreported, ""
                 self._session.agree("the version before", failure)
                 self._session.agree("claim the folder", self._claim_folder())
@@ -170,6 +172,8 @@ class DiskWriter(TrainerEnd):
                     stats, job = self._pack(decision, detection, outgoing, watch)
                 finally:
                     outgoing.release()
+        except WeightsAwayError:
+            raise  # nothing was begun
         except BaseException:
             self._ledger = self._ledger.abort()
             raise
@@ -244,7 +248,7 @@ class DiskWriter(TrainerEnd):
         """Take from the live weights what the version needs, and agree that all ranks did."""
         kind, failure = decision.verdict.kind, ""
         if kind is Kind.FULL or self._shares_whole:
-            _, failure = self._session.attempt(None, self._view.gather_params)
+            failure = self._gather(outgoing)
         scope = scope_of(self._settings, decision)
         if kind is Kind.DELTA:
             packed, here = self._session.attempt(
@@ -257,6 +261,9 @@ class DiskWriter(TrainerEnd):
             )
             self._session.agree("prepare", failure or here)
             packed, here = self._session.attempt("encode", lambda: self._pack_full(taken or {}, scope))
+        is_compared = kind is Kind.FULL and scope is not Scope.OFF
+        copies = self._session.met.plan.copies if is_compared else {}
+        sums, late = self._session.attempt(None, lambda: hash_copies(self._view, self._routes, copies))
         file, digests = packed or (None, {})
         mine = {
             "token": random.getrandbits(62),  # rank 0's names this attempt
@@ -264,8 +271,10 @@ class DiskWriter(TrainerEnd):
             "elements": file.num_elements if file else 0,
             "changed": detection.num_changed,
             "owned": detection.num_owned,
+            "parity": parity(self._rank, copies, sums or {}),
         }
-        facts = self._session.agree("encode", failure or here, **mine)
+        facts = self._session.agree("encode", failure or here or late, **mine)
+        warn_of_drift(self._session, decision.version, facts, copies, sums or {})
         watch.lap("encode")
         stats = self._session.stats(decision, facts, mine=mine, verified=scope.value, seconds=watch.seconds)
         is_delta = kind is Kind.DELTA
@@ -325,7 +334,7 @@ class DiskWriter(TrainerEnd):
 
     def _pack_full(self, taken: Taken, scope: Scope) -> tuple[PackedFile | None, Digests]:
         tensors = bring_together(self._comm, taken, self._met.wholes, self._rank)
-        digests = {} if scope is Scope.OFF else of_tensors(tensors)
+        digests = {} if scope is Scope.OFF else digests_of(tensors)
         return (pack_tensors(self._file_name("model"), tensors) if tensors else None), digests
 
     def _file_name(self, stem: str) -> str:

@@ -19,6 +19,23 @@ BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _Dims = list[tuple[int, int]]
 
 
+def unreadable(tensor: torch.Tensor) -> str:
+    """Why the elements of a tensor cannot be read where they are; empty if they can.
+
+    Reading memory that was freed under a live tensor ends the process, so this looks at no element.
+    """
+    if tensor.layout is not torch.strided:
+        return f"it is {tensor.layout}, not strided"
+    if tensor.is_meta:
+        return "it lies on the meta device, which holds no elements"
+    last = tensor.numel()
+    if last and not tensor.is_contiguous():
+        last = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    needed = (tensor.storage_offset() + last) * tensor.itemsize if last else 0
+    held = tensor.untyped_storage().nbytes()
+    return "" if held >= needed else f"its storage was freed ({held} of {needed} bytes are there)"
+
+
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory as integers of its width, so that NaN equals itself and -0.0 differs from 0.0."""
     return tensor.detach().view(BITS[tensor.element_size()])

@@ -1,12 +1,15 @@
 """Both sides as AWEX sees them: its resolver and its planner, asked for what one rank needs.
 
-AWEX's planner numbers copies of a tensor on either side (its *replicas*), and lets training copy k % n serve
-inference copy k. A full sync is its own plan for one rank; a delta follows the same rule (`plan.pairs`).
+AWEX's planner numbers copies of a tensor on either side (its *replicas*). It is given one training copy of
+each tensor, the *source*, which then serves all inference copies, so that engines hold the same bits even if
+copies of the trainer differ. A full sync is its own plan for one rank; a delta follows the same rule
+(`plan.pairs`).
 """
 
 from __future__ import annotations
 
 import math
+import zlib
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -29,6 +32,31 @@ class Shard(NamedTuple):
     replica: int
     num_replicas: int
     offset: tuple[int, ...]
+
+
+def source_of(name: str, num_replicas: int) -> int:
+    """Which training copy of an HF tensor serves all engines: by its name, so that copies share the load."""
+    return zlib.crc32(name.encode()) % num_replicas
+
+
+def copies_of_rank(shards: Sequence[Mapping[str, Shard]], rank: int) -> dict[str, tuple[int, ...]]:
+    """Trainer ranks that hold the same part of an HF tensor as `rank`, which is among them, ascending.
+
+    Args:
+        shards: what each trainer rank holds, at least of the tensors of `rank`.
+
+    Returns:
+        By HF name, of tensors of which there is more than one copy.
+    """
+    found = {}
+    for name, mine in shards[rank].items():
+        same = (
+            other for other, held in enumerate(shards) if name in held and held[name].offset == mine.offset
+        )
+        ranks = tuple(same)
+        if len(ranks) > 1:
+            found[name] = ranks
+    return found
 
 
 class TrainingSide(ParamMetaResolver):  # type: ignore[misc]
@@ -135,7 +163,7 @@ def copies_of(engines: Sequence[EngineSpec], names: Collection[str]) -> Copies:
 
 
 def dense_plan(world: World, side: TrainingSide, copies: Copies, seat: int) -> TransferPlan:
-    """AWEX's own plan of a full sync as one rank sees it, by peer, in the order that both peers use.
+    """AWEX's plan of a full sync from sources, as one rank sees it, by peer, in the order that both use.
 
     Args:
         world: all descriptions.
@@ -146,7 +174,11 @@ def dense_plan(world: World, side: TrainingSide, copies: Copies, seat: int) -> T
     num_engines = len(world.engines)
     inference = [_inference_meta(world.engines, copies[meta.name], meta.name, seat) for meta in side.metas]
     builder = TransferPlanBuilder(num_engines, len(world.trainers), 1)
-    operations = builder.build_weights_mapping_operations(inference, side.metas, seat)
+    sources = [
+        replace(meta, replicas=[meta.replicas[source_of(meta.name, len(meta.replicas))]])
+        for meta in side.metas
+    ]
+    operations = builder.build_weights_mapping_operations(inference, sources, seat)
     operations.sort(key=lambda op: (op.send_shard_meta.name, op.send_rank, op.recv_rank, op.send_offset))
     by_peer: dict[int, list[CommunicationOperation]] = defaultdict(list)
     for op in operations:

@@ -22,6 +22,7 @@ from awex_delta.protocol.comm import Comm
 from awex_delta.protocol.ledger import EngineLedger, check_version
 from awex_delta.protocol.pipeline import receive_frames
 from awex_delta.protocol.rendezvous import Rendezvous
+from awex_delta.protocol.replicas import warn_of_drift
 from awex_delta.protocol.session import Session, Stopwatch, in_step
 from awex_delta.protocol.staging import Staging
 from awex_delta.protocol.stats import UpdateStats
@@ -156,6 +157,7 @@ class Receiver:
             facts = self._session.agree("apply", failure, applied=num_elements)
             check_arrived(facts)
             watch.lap("apply")
+            warn_of_drift(self._session, version, facts, {}, {})  # the trainers tell among themselves
             verifier.agree()
         self._commit(decision)
         mine = {"bytes": num_bytes, "elements": num_elements}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 
@@ -11,6 +11,7 @@ import torch
 
 from awex_delta.conversion.routes import convert_all
 from awex_delta.detection.slices import Detection
+from awex_delta.errors import WeightsAwayError
 from awex_delta.lines.changes import Changes
 from awex_delta.lines.ends import LineEnd
 from awex_delta.observe.runlog.tally import count_parts
@@ -21,6 +22,7 @@ from awex_delta.protocol.ledger import check_version
 from awex_delta.protocol.outgoing import Outgoing
 from awex_delta.protocol.pipeline import Pack, send_frames
 from awex_delta.protocol.rendezvous import Rendezvous
+from awex_delta.protocol.replicas import parity, warn_of_drift
 from awex_delta.protocol.session import Stopwatch, in_step
 from awex_delta.protocol.stats import PartCount, UpdateStats
 from awex_delta.protocol.trainer_end import TrainerEnd
@@ -78,6 +80,9 @@ class Sender(TrainerEnd):
         rendezvous.require_both_sides()
         super().__init__(view, rendezvous, trainer_rank, settings, on_phase=on_phase, device=device)
         self._changed_by_key: dict[str, int] | None = None  # of the last committed delta
+        self._sums: Mapping[
+            str, int
+        ] = {}  # in a full sync, digests of tensors of which other ranks hold copies
         self._unexpected_full = 0
         self._bytes_per_second: float | None = None  # of the last transfer that was large enough to tell
 
@@ -114,6 +119,8 @@ class Sender(TrainerEnd):
         Raises:
             ConfigError: `version` is not an int of at least 0.
             ConnectError: ranks are missing, or do not fit.
+            WeightsAwayError: live weights of a trainer rank were freed, moved or replaced; nothing was
+                begun. Bring them back and call again.
             UpdateError: the update did not commit anywhere that this rank knows of; the next one is
                 full. Call again with any version.
 
@@ -123,19 +130,18 @@ class Sender(TrainerEnd):
         watch = Stopwatch()
         try:
             with in_step(self._comm):
-                self._join(f"version {version}")
+                outgoing = self._join(f"version {version}")
                 watch.lap("connect")
-                detection = self._detect(version)
-                watch.lap("detect")
-                decision = self._session.propose(self._proposal(version, detection))
+                detection, decision = self._propose(version, outgoing, watch)
                 outgoing = self._bind()  # an engine may have described itself anew
-                watch.lap("propose")
                 with ExitStack() as held:
                     held.callback(outgoing.release)
                     release = partial(held.enter_context, self._view.transfer())
                     _, failure = self._session.attempt("release", release)
                     stats = self._send(decision, detection, outgoing, watch, failure)
             self._view.committed()
+        except WeightsAwayError:
+            raise  # nothing was begun, so that what is known of the engines stays true
         except BaseException:
             self._ledger = self._ledger.abort()
             raise
@@ -167,13 +173,17 @@ class Sender(TrainerEnd):
         if decision.verdict.kind is Kind.DELTA:
             work = decision, detection, outgoing, watch, verifier
             num_bytes, num_elements = self._send_delta(*work, failure)
+            self._sums = {}
         else:
             detection = Detection()
             num_bytes, num_elements = self._send_full(outgoing, watch, verifier, failure)
         mine = {"bytes": num_bytes, "changed": detection.num_changed, "owned": detection.num_owned}
-        facts = self._session.agree("apply", verifier.failure, sent=num_elements, **mine)
+        copies, sums = self._session.met.plan.copies, self._sums
+        told = parity(self._rank, copies, sums)
+        facts = self._session.agree("apply", verifier.failure, sent=num_elements, parity=told, **mine)
         check_arrived(facts)
         watch.lap("apply")
+        warn_of_drift(self._session, decision.version, facts, copies, sums)
         verifier.agree()
         mine["elements"] = num_elements
         return self._session.stats(
@@ -190,8 +200,7 @@ class Sender(TrainerEnd):
         failure: str,
     ) -> tuple[int, int]:
         if self._shares_whole:
-            _, late = self._session.attempt(None, self._view.gather_params)
-            failure = failure or late
+            failure = self._gather(outgoing) or failure
         work = partial(self._pack, decision, detection, outgoing, watch, verifier)
         packed, here = self._session.attempt("encode", work)
         self._session.agree("encode", failure or here or verifier.failure)
@@ -248,13 +257,14 @@ class Sender(TrainerEnd):
     def _send_full(
         self, outgoing: Outgoing, watch: Stopwatch, verifier: Verifier, failure: str
     ) -> tuple[int, int]:
-        _, late = self._session.attempt(None, self._view.gather_params)
+        late = self._gather(outgoing)
         tensors, here = self._session.attempt("prepare", lambda: convert_all(self._view, self._routes))
         self._session.agree("prepare", failure or late or here)
         watch.lap("prepare")
         plan = self._session.met.plan.dense
         self._comm.send_weights(tensors or {}, plan, phase="send weights")
         watch.lap("transfer")
+        self._sums = verifier.copies(self._session.met.plan.copies, tensors or {})
         del tensors
         self._verify_all(outgoing, verifier)
         return dense_volume(plan)

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 from pydantic import TypeAdapter, ValidationError
 
-from awex_delta.errors import LockstepError, UpdateAborted, UpdateError
+from awex_delta.errors import LockstepError, UpdateAborted, UpdateError, WeightsAwayError
 from awex_delta.garbage import uncollected
 from awex_delta.plan.describe import Spec, dtype_name
 from awex_delta.plan.pairs import Pair
@@ -148,6 +148,7 @@ class Session:
         If a rank has to describe itself anew, all meet anew: `met` is another object afterwards.
 
         Raises:
+            WeightsAwayError: names the ranks whose weights are not there, and what they say of them.
             LockstepError: see `decide`.
             UpdateAborted: names the ranks that cannot take part, and why.
             ConnectError: as one describes itself now, the two sides do not fit together. Nothing moved.
@@ -159,7 +160,7 @@ class Session:
         mine = replace(proposal, detail=_clip(proposal.detail), failure=_clip(proposal.failure))
         rows = self._rows(_PROPOSAL, mine, "propose")
         decision = decide(rows, [codec.name for codec in self.codecs])
-        self._raise_failed("propose", [row.failure for row in rows])
+        self._raise_failed("propose", [row.failure for row in rows], WeightsAwayError)
         if any(row.anew for row in rows):
             self._meet()
         return decision
@@ -290,13 +291,13 @@ class Session:
         context = self.met.context and self.settings.verify != "off"
         self.codecs = codecs_for(self.settings.encoding, context=context)
 
-    def _raise_failed(self, phase: str, failures: Sequence[str]) -> None:
-        """Raise UpdateAborted, the same on every rank, if a phase failed on any: by seat, why."""
+    def _raise_failed(
+        self, phase: str, failures: Sequence[str], kind: type[UpdateAborted] = UpdateAborted
+    ) -> None:
+        """Raise `kind`, the same on every rank, if a phase failed on any: by seat, why."""
         place = self.comm.rendezvous.place
         if failed := [f"{place(seat)}: {text}" for seat, text in enumerate(failures) if text]:
-            raise UpdateAborted(
-                f"version {self._version} was given up in phase {phase!r}: {'; '.join(failed)}"
-            )
+            raise kind(f"version {self._version} was given up in phase {phase!r}: {'; '.join(failed)}")
 
     def _rows(self, rows: TypeAdapter[Value], mine: Value, phase: str) -> list[Value]:
         """Give this rank's row to all and get theirs. Raises LockstepError for a row of another kind."""

@@ -14,12 +14,12 @@ from awex_delta.detection.slices import Detection
 from awex_delta.plan.describe import TrainerColumns, TrainerSpec, dtype_name
 from awex_delta.plan.rank import Plan
 from awex_delta.plan.world import World
-from awex_delta.protocol.agreement import Proposal
+from awex_delta.protocol.agreement import Decision, Proposal
 from awex_delta.protocol.comm import Comm
 from awex_delta.protocol.ledger import TrainerLedger
 from awex_delta.protocol.outgoing import Outgoing
 from awex_delta.protocol.rendezvous import Rendezvous
-from awex_delta.protocol.session import Session
+from awex_delta.protocol.session import Session, Stopwatch
 from awex_delta.protocol.verdict import Reason
 from awex_delta.settings.agreed import DeltaSettings
 from awex_delta.trainers.view import TrainerView
@@ -55,6 +55,7 @@ class TrainerEnd:
             ConfigError: a rank, the world size or the encoding is not allowed.
         """
         self._view = view
+        self._device = device
         self._rank = trainer_rank
         self._settings = settings
         self._comm = Comm(rendezvous, rendezvous.trainer_seat(trainer_rank), settings, device)
@@ -98,8 +99,28 @@ class TrainerEnd:
                 trainer.layout.params.tolist(), trainer.layout.sparse.tolist(), strict=True
             )
         )
-        self._outgoing = Outgoing(self._view, self._routes, met.plan)
+        self._outgoing = Outgoing(self._view, self._routes, met.plan, self._device)
         return self._outgoing
+
+    def _propose(self, version: int, outgoing: Outgoing, watch: Stopwatch) -> tuple[Detection, Decision]:
+        """Look at the live weights, find what changed, and conclude with all ranks what to do.
+
+        Raises:
+            WeightsAwayError: weights of a rank cannot be read. Nothing was read of any rank's either.
+            LockstepError, PeerError: see `Session.propose`.
+        """
+        _, failure = self._session.attempt(None, outgoing.look)
+        detection = Detection() if failure else self._detect(version)
+        watch.lap("detect")
+        decision = self._session.propose(self._proposal(version, detection, failure))
+        watch.lap("propose")
+        return detection, decision
+
+    def _gather(self, outgoing: Outgoing) -> str:
+        """Make all local weights current. Returns why that failed. Collective among the trainers."""
+        _, failure = self._session.attempt(None, self._view.gather_params)
+        outgoing.release()
+        return failure
 
     def _detect(self, version: int) -> Detection:
         """What changed, or this rank's reason for a full sync. Never raises for a local cause."""
@@ -111,7 +132,7 @@ class TrainerEnd:
         detection, failure = self._session.attempt("detect", self._view.detect)
         return detection or Detection(reason=Reason.DETECTION_FAILED, detail=failure)
 
-    def _proposal(self, version: int, detection: Detection) -> Proposal:
+    def _proposal(self, version: int, detection: Detection, failure: str) -> Proposal:
         return Proposal(
             role="trainer",
             version=version,
@@ -121,6 +142,7 @@ class TrainerEnd:
             detail=detection.detail,
             changed=detection.num_changed,
             owned=detection.num_owned,
+            failure=failure,
         )
 
     def _describe(self, agreed: Mapping[str, Any]) -> TrainerSpec:

@@ -31,6 +31,7 @@ class Reason(IntEnum):
     NO_FP32_MASTER = 43
     MASTER_MISMATCH = 44
     HYPERPARAMETERS_INVALID = 45
+    STATE_AWAY = 48
     DETECTION_FAILED = 49
     ENGINE_STALE = 60
     ENGINE_DIRTY = 61
@@ -60,6 +61,7 @@ _REASON_TEXT: Mapping[Reason, str] = {
     Reason.NO_FP32_MASTER: "a trained parameter has no fp32 master weight",
     Reason.MASTER_MISMATCH: "the model's weights are not the rounded masters (was the model reloaded?)",
     Reason.HYPERPARAMETERS_INVALID: "the recorded step or hyper-parameters cannot be inverted",
+    Reason.STATE_AWAY: "masters or moments were freed or moved (are they offloaded?)",
     Reason.DETECTION_FAILED: "detection raised an error on a rank",
     Reason.ENGINE_STALE: "an engine does not hold the base version",
     Reason.ENGINE_DIRTY: "an engine holds weights that were written but never committed",

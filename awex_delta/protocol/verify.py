@@ -9,7 +9,7 @@ are equal. Sums by tensor are taken only after a mismatch, to name it. Nothing i
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from enum import StrEnum
 
 import torch
@@ -21,7 +21,15 @@ from awex_delta.protocol.agreement import Decision
 from awex_delta.protocol.session import Session, Stopwatch
 from awex_delta.protocol.verdict import Kind
 from awex_delta.settings.agreed import DeltaSettings
-from awex_delta.wire.digest import MODULUS, as_unsigned, pays_to_compile, signed, sum_at, sums_by_group
+from awex_delta.wire.digest import (
+    MODULUS,
+    as_unsigned,
+    digests,
+    pays_to_compile,
+    signed,
+    sum_at,
+    sums_by_group,
+)
 
 _MAX_NAMED = 8  # tensors that an error names
 
@@ -89,6 +97,18 @@ class Verifier:
         self._sums[pair.digest] = (self._sums.get(pair.digest, 0) + (total or 0)) % MODULUS
         self.failure = self.failure or failure
         self._watch.lap("digest")
+
+    def copies(self, names: Collection[str], tensors: Mapping[str, torch.Tensor]) -> Mapping[str, int]:
+        """Digests of HF tensors of which other ranks hold copies, as far as this update compares anything."""
+        if self.scope is Scope.OFF:
+            return {}
+        there = {name: tensors[name] for name in names if name in tensors}
+        device = next((tensor.device for tensor in there.values()), torch.device("cpu"))
+        compiled = pays_to_compile(device, self._session.met.full_bytes)
+        found, failure = self._session.attempt(None, lambda: digests(there, compiled=compiled))
+        self.failure = self.failure or failure
+        self._watch.lap("digest")
+        return found or {}
 
     def agree(self) -> None:
         """Compare the digests of all ranks.

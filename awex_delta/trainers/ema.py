@@ -14,6 +14,7 @@ from awex_delta.detection.slices import Detection, OwnedSlice
 from awex_delta.errors import AwexDeltaError, ConfigError, UnsupportedError
 from awex_delta.lines.bits import add_codes, round_to_bf16, step_code
 from awex_delta.lines.changes import Changes
+from awex_delta.lines.storages import unreadable
 from awex_delta.protocol.verdict import Reason
 from awex_delta.trainers.view import GatheringTrainerView, TrainerLayout, TrainerView, WeightInfo
 
@@ -248,7 +249,7 @@ class EmaShadow:
     def _copy_buffers(self) -> None:
         for key, info in self._infos.items():
             if not info.trained and info.dtype != torch.bfloat16:
-                self._copies[key] = self._view.tensor(key).detach().clone()
+                self._copies[key] = _there(info, self._view.tensor(key)).detach().clone()
 
 
 def _with_masters(view: TrainerView) -> list[OwnedSlice]:
@@ -261,13 +262,24 @@ def _with_masters(view: TrainerView) -> list[OwnedSlice]:
 def _master(owned: OwnedSlice) -> torch.Tensor:
     if owned.main is None or owned.main.dtype != torch.float32:
         raise UnsupportedError(f"{owned.key} has no fp32 master, which an average is made of")
+    away = owned.unreadable("main")
+    if away:
+        raise UnsupportedError(f"{away}. Remedy: bring it back, then average")
     return owned.main.detach()
 
 
 def _trained(info: WeightInfo, tensor: torch.Tensor) -> torch.Tensor:
+    tensor = _there(info, tensor)
     if tensor.dtype != torch.float32:
         raise UnsupportedError(f"{info.key} is trained in {tensor.dtype}, without an fp32 master")
     return tensor.detach()
+
+
+def _there(info: WeightInfo, tensor: torch.Tensor) -> torch.Tensor:
+    away = unreadable(tensor)
+    if away:
+        raise UnsupportedError(f"{info.key}: {away}. Remedy: bring it back, then average")
+    return tensor
 
 
 def _changes(old: torch.Tensor, new: torch.Tensor, piece: Piece) -> Changes:

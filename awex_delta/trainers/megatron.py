@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from awex.sharding.rank_info import RankInfo
 from megatron.core.distributed import DistributedDataParallel
 
 from awex_delta.detection.baselines import Baselines
-from awex_delta.detection.optimizers import flat, moments, part_of, step_counts
+from awex_delta.detection.optimizers import moments, part_of, step_counts
 from awex_delta.detection.slices import Detection, OwnedSlice, param_key
 from awex_delta.errors import UnsupportedError
 from awex_delta.protocol.verdict import Reason
@@ -22,6 +23,7 @@ from awex_delta.settings.agreed import DeltaSettings
 from awex_delta.trainers.megatron_layout import (
     OwnedPart,
     Shard,
+    canonical_name,
     check_tying,
     global_layer_ids,
     named_parameters,
@@ -29,7 +31,7 @@ from awex_delta.trainers.megatron_layout import (
     rank_info,
     router_biases,
 )
-from awex_delta.trainers.view import TrainerLayout, WeightInfo, trainer_line
+from awex_delta.trainers.view import TrainerLayout, WeightInfo, live_slice, trainer_line
 
 _EMBEDDING = "model.embed_tokens.weight"
 _LM_HEAD = "lm_head.weight"
@@ -56,7 +58,7 @@ class MegatronTrainer:
         self._layout = layout
         self._settings = settings
         self._params: dict[str, torch.nn.Parameter] = {}
-        self._biases: dict[str, torch.nn.Module] = {}
+        self._places: dict[str, attrgetter[Any]] = {}  # finds each tensor in its model chunk
         self._parts: dict[str, OwnedPart] = {}
         self._late: list[str] = []
         self._groups: dict[str, dist.ProcessGroup] = {}
@@ -138,33 +140,41 @@ class MegatronTrainer:
         return tuple(self._infos.values())
 
     def tensor(self, key: str) -> torch.Tensor:
-        """The live local tensor of `key`."""
-        if key in self._biases:
-            # Looked up each time: moving a module replaces its buffers.
-            return self._biases[key].get_buffer("expert_bias")
-        return self._params[key].detach()
+        """The tensor with which the model computes under `key` now.
+
+        Raises:
+            UnsupportedError: the model has none there any more, or another one than its optimizer steps.
+        """
+        info = self._infos[key]
+        try:
+            # Looked up each time: moving a module replaces its buffers, and anyone may replace a parameter.
+            tensor = self._places[key](self._chunks[info.chunk])
+        except AttributeError as error:
+            raise UnsupportedError(f"{key}: the model has no such tensor any more: {error}") from error
+        if info.trained and tensor is not self._params[key]:
+            raise UnsupportedError(
+                f"{key}: the model computes with another parameter than its optimizer steps: put it back, or "
+                "make the optimizer for the model as it is, and attach again"
+            )
+        found: torch.Tensor = tensor.detach()
+        return found
 
     def owned_slices(self) -> list[OwnedSlice]:
         """The ranges whose optimizer state this rank holds."""
         steps = self._current_steps()
-        slices = []
-        for info, begin, within, weight, part in self._owned:
-            exp_avg, exp_avg_sq = moments(part.optimizer, part.stepped)
-            slices.append(
-                OwnedSlice(
-                    param=info.param,
-                    chunk=info.chunk,
-                    start=part.start,
-                    stop=part.stop,
-                    begin=begin,
-                    main=None if part.main is None else flat(part.main),
-                    weight=flat(weight, within),
-                    exp_avg=None if exp_avg is None else flat(exp_avg),
-                    exp_avg_sq=None if exp_avg_sq is None else flat(exp_avg_sq),
-                    step=steps[info.key],
-                )
+        return [
+            live_slice(
+                info,
+                begin,
+                steps[info.key],
+                weight=weight,
+                main=part.main,
+                moments=moments(part.optimizer, part.stepped),
+                in_weight=within,
+                in_state=None,
             )
-        return slices
+            for info, begin, within, weight, part in self._owned
+        ]
 
     def detect(self) -> Detection:
         """What changed in the owned ranges, found as `settings.method` says."""
@@ -276,7 +286,8 @@ class MegatronTrainer:
     def _read_weights(self, shards: Sequence[Shard]) -> None:
         shard_of = {shard.param: shard for shard in shards}
         for stage, chunk in enumerate(self._chunks):
-            for name, param in named_parameters(chunk):
+            for path, param in named_parameters(chunk):
+                name = canonical_name(path)
                 shard = shard_of.pop(param, None)
                 if shard is None and param.requires_grad and self._settings.enabled:
                     raise UnsupportedError(
@@ -284,19 +295,20 @@ class MegatronTrainer:
                         f"model that the optimizer was made for, or freeze the parameter"
                     )
                 self._params[param_key(name, stage)] = param
-                self._add_weight(name, stage, param, shard)
+                self._add_weight(path, stage, param, shard)
         if shard_of:
             raise UnsupportedError(
                 f"the optimizer steps {len(shard_of)} parameters that are not in the model"
             )
         for stage, chunk in enumerate(self._chunks):
-            for name, module in router_biases(chunk):
-                self._biases[param_key(name, stage)] = module
+            for path, buffer in router_biases(chunk):
                 # Megatron holds it in fp32 from the first forward on, however the model was cast.
-                self._add_weight(name, stage, module.get_buffer("expert_bias").float(), None)
+                self._add_weight(path, stage, buffer.to("meta", torch.float32), None)
 
-    def _add_weight(self, name: str, stage: int, tensor: torch.Tensor, shard: Shard | None) -> None:
+    def _add_weight(self, path: str, stage: int, tensor: torch.Tensor, shard: Shard | None) -> None:
+        name = canonical_name(path)
         key = param_key(name, stage)
+        self._places[key] = attrgetter(path)
         owners: tuple[int, ...] = ()
         part: OwnedPart | None = None
         if shard is not None and tensor.dtype != torch.float32:

@@ -14,12 +14,13 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from awex_delta.detection.baselines import Baselines
-from awex_delta.detection.optimizers import flat, moments, part_of, step_counts
+from awex_delta.detection.optimizers import moments, part_of, step_counts
 from awex_delta.detection.slices import Detection, OwnedSlice, param_key
 from awex_delta.errors import UnsupportedError
 from awex_delta.protocol.verdict import Reason
 from awex_delta.settings.agreed import DeltaSettings
-from awex_delta.trainers.view import TrainerLayout, WeightInfo, trainer_line
+from awex_delta.trainers.tensors import check_tensors
+from awex_delta.trainers.view import TrainerLayout, WeightInfo, live_slice, trainer_line
 
 _EMBEDDING = "model.embed_tokens.weight"
 _LM_HEAD = "lm_head.weight"
@@ -62,16 +63,17 @@ class TorchAdamWTrainer:
             seed: seeds the random gradients of `train_step`.
 
         Raises:
-            UnsupportedError: a trainable weight has no master and is not stepped itself.
+            UnsupportedError: names a trainable weight that has no master and is not stepped itself, or what
+                `check_tensors` refuses.
         """
+        check_tensors(weights, masters)
         self._weights = {param_key(name, 0): tensor for name, tensor in weights.items()}
         self._masters = {param_key(name, 0): tensor for name, tensor in masters.items()}
         self._optimizer = optimizer
         self._stepped = self._find_stepped()
         self._settings = settings
         self._dp_rank, self._dp_size = dp_rank, dp_size
-        self._seed = seed
-        self._num_train_steps = 0
+        self._seed, self._num_train_steps = seed, 0
         if vocab_size is None:
             vocab_size = weights[_EMBEDDING].shape[0] if _EMBEDDING in weights else 0
         self._tied = tied_embeddings
@@ -185,24 +187,19 @@ class TorchAdamWTrainer:
         """This rank's part of every bf16 parameter."""
         optimizer = self._optimizer
         counts = step_counts(optimizer, [stepped for *_, stepped in self._owned])
-        slices = []
-        for (info, begin, part, weight, master, stepped), step in zip(self._owned, counts, strict=True):
-            exp_avg, exp_avg_sq = moments(optimizer, stepped)
-            slices.append(
-                OwnedSlice(
-                    param=info.param,
-                    chunk=0,
-                    start=info.owned_start,
-                    stop=info.owned_stop,
-                    begin=begin,
-                    main=None if master is None else flat(master, part),
-                    weight=flat(weight, part),
-                    exp_avg=None if exp_avg is None else flat(exp_avg, part),
-                    exp_avg_sq=None if exp_avg_sq is None else flat(exp_avg_sq, part),
-                    step=step,
-                )
+        return [
+            live_slice(
+                info,
+                begin,
+                step,
+                weight=weight,
+                main=master,
+                moments=moments(optimizer, stepped),
+                in_weight=part,
+                in_state=part,
             )
-        return slices
+            for (info, begin, part, weight, master, stepped), step in zip(self._owned, counts, strict=True)
+        ]
 
     def detect(self) -> Detection:
         """What changed in the owned parts, found as `settings.method` says."""
@@ -280,10 +277,18 @@ class TorchAdamWTrainer:
     def _find_stepped(self) -> dict[str, torch.Tensor]:
         in_optimizer = {param for group in self._optimizer.param_groups for param in group["params"]}
         found: dict[str, torch.Tensor] = {}
+        names: dict[torch.Tensor, str] = {}
         for key, weight in self._weights.items():
             candidate = self._masters.get(key, weight)
             if candidate in in_optimizer:
+                if candidate in names:
+                    raise UnsupportedError(
+                        f"{key.removeprefix('0/')} and {names[candidate].removeprefix('0/')} are trained by "
+                        "one tensor of the optimizer: give each tensor once (tied_embeddings=True serves an "
+                        "embedding as lm_head, too)"
+                    )
                 found[key] = candidate
+                names[candidate] = key
             elif weight.requires_grad or key in self._masters:
                 raise UnsupportedError(
                     f"{key.removeprefix('0/')} is trained, but the optimizer steps neither it nor a master "
