@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from awex_delta.errors import WireError
+from awex_delta.errors import DiskError, WireError
 from awex_delta.folder.folder import INDEX, Folder, version_name
 from awex_delta.folder.local import Marker
 from awex_delta.folder.manifest import ForeignFormatError, Manifest, parse_manifest
@@ -48,7 +48,7 @@ class Catalogue:
                 self._read[version] = parse_manifest(text, version, f"{self._folder.url}/{name}")
             except FileNotFoundError:
                 return None
-            except WireError as error:
+            except (WireError, DiskError) as error:
                 self._read[version] = str(error)
         return self._read[version]
 
@@ -126,7 +126,7 @@ def foreign_version(folder: Folder) -> str:
             parse_manifest(folder.read(f"{name}/{INDEX}"), version, f"{folder.url}/{name}")
         except ForeignFormatError as error:
             return str(error)
-        except (FileNotFoundError, WireError):
+        except (OSError, WireError):
             continue
     return ""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,22 +33,29 @@ class DamagedBaseError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Marker:
-    """What the local checkpoint is. shards: shard -> tensor -> xxh3 of its bytes."""
+    """What the local checkpoint is.
+
+    total_size: bytes of all tensors.
+    shards: shard -> tensor -> xxh3 of its bytes.
+    """
 
     id: str
     run_id: str
     version: int
+    total_size: int
     shards: Mapping[str, Mapping[str, str]]
 
 
 def parse_marker(index: bytes) -> Marker | None:
     """Which version an index says that the checkpoint is, None where it is none of a folder's."""
     try:
-        section = json.loads(index)["metadata"][_SECTION]
+        metadata = json.loads(index)["metadata"]
+        section = metadata[_SECTION]
         return Marker(
             id=str(section["id"]),
             run_id=str(section["run_id"]),
             version=int(section["version"]),
+            total_size=int(metadata["total_size"]),
             shards={str(shard): dict(sums) for shard, sums in section["shards"].items()},
         )
     except (ValueError, KeyError, TypeError, AttributeError):
@@ -100,24 +106,22 @@ def sum_of(tensor: torch.Tensor) -> str:
     return checksum([as_bytes(tensor).numpy().data])
 
 
-def open_in_place(path: Path) -> tuple[Tensors, np.memmap[Any, Any]]:
-    """The tensors of a shard as memory that *is* the file; `flush` of the second result puts it on the disk.
+def units_of(memory: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], dict[str, tuple[int, int]]]:
+    """The data of a shard that is mapped, and where each tensor lies in it: 16 bits each, first and last.
 
     Raises DamagedBaseError if its header makes no sense.
     """
-    tensors: Tensors = {}
     try:
-        memory = np.memmap(path, dtype=np.uint8, mode="r+")
-        data = torch.from_numpy(memory)
         start = 8 + int.from_bytes(memory[:8].tobytes(), "little")
         header = json.loads(memory[8:start].tobytes())
-        for name, entry in header.items():
-            if name != "__metadata__":
-                first, last = (start + offset for offset in entry["data_offsets"])
-                tensors[name] = data[first:last].view(_DTYPES[entry["dtype"]]).view(entry["shape"])
-    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
-        raise DamagedBaseError(f"the header of {path.name} cannot be read: {error!r}") from error
-    return tensors, memory
+        places = {
+            name: (entry["data_offsets"][0] // 2, entry["data_offsets"][1] // 2)
+            for name, entry in header.items()
+            if name != "__metadata__"
+        }
+        return memory[start:].view(np.uint16), places
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
+        raise DamagedBaseError(f"the header of a shard cannot be read: {error!r}") from error
 
 
 def layout_of(path: Path, marker: Marker) -> Layout:
@@ -133,11 +137,6 @@ def layout_of(path: Path, marker: Marker) -> Layout:
             dtype = _DTYPES.get(part.get_dtype(), torch.uint8)
             layout[name] = dtype_name(dtype), tuple(part.get_shape())
     return layout
-
-
-def total_bytes(layout: Layout) -> int:
-    """Bytes of all tensors of a layout."""
-    return sum(math.prod(shape) * getattr(torch, dtype).itemsize for dtype, shape in layout.values())
 
 
 def names_by_file(anchor: Manifest) -> dict[str, list[str]]:

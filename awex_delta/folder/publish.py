@@ -8,6 +8,7 @@ Ranks tell each other through the rendezvous store, over connections of their ow
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import threading
@@ -18,10 +19,12 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
+from awex_delta import disk
 from awex_delta.errors import ConnectError, PeerError, UpdateAborted
 from awex_delta.folder.chain import Catalogue, expired
 from awex_delta.folder.content import added
-from awex_delta.folder.folder import INDEX, Folder, Step, version_name
+from awex_delta.folder.folder import INDEX, Folder, Step, told, version_name
+from awex_delta.folder.lease import retire
 from awex_delta.folder.manifest import FileEntry, LineEntry, Manifest, TensorEntry, checksum, dump_manifest
 from awex_delta.folder.pack import PackedFile
 from awex_delta.protocol.rendezvous import Rendezvous
@@ -159,6 +162,7 @@ class Publisher:
         }
         try:
             if job.packed is not None:
+                self._check_room(job.packed.file.size)
                 self._write(job, job.packed)
                 part["files"] = [job.packed.file.model_dump(mode="json")]
                 part["tensors"] = [entry.model_dump(mode="json") for entry in job.packed.tensors]
@@ -170,12 +174,20 @@ class Publisher:
                 self._ranks.tell(job.token, part)
                 return self._ranks.outcome(job.token)
             failure = self._conclude(job, part)
+            if failure:
+                self._drop(job.version)
             self._ranks.conclude(job.token, failure)
         except (PeerError, ConnectError) as error:
             return _told(error)
-        if not failure:
-            self._retire(job.version)
+        self._retire(job.version)
         return failure
+
+    def _check_room(self, num_bytes: int) -> None:
+        """Raises DiskError where a file of so many bytes does not fit."""
+        free = self._folder.free_bytes()
+        if free is not None and free < num_bytes:
+            cause = OSError(errno.ENOSPC, f"it has {num_bytes} bytes, and {free} are free")
+            raise disk.refusal(self._folder.url, "written", cause)
 
     def _write(self, job: Job, packed: PackedFile) -> None:
         since = time.perf_counter()
@@ -209,12 +221,14 @@ class Publisher:
             self._folder.put(f"{folder}/{name}", [content], self._step)
         known = {file.name for file in manifest.files}
         for name in self._folder.names(folder):
-            if name not in known:  # of a writer that died here
-                self._folder.remove(f"{folder}/{name}")
+            if name not in known:  # of a writer that died here; it does no harm, since no manifest names it
+                with told():
+                    self._folder.remove(f"{folder}/{name}")
         self._folder.put(f"{folder}/{INDEX}", [dump_manifest(manifest)], self._step)
         self._last = manifest
         if job.kind is Kind.FULL:
             self._anchors = [*self._known_anchors(), job.version]
+            self._watch_room(manifest.size)
 
     def _manifest(self, job: Job, parts: list[Mapping[str, Any]]) -> Manifest:
         base = self._last if job.kind is Kind.DELTA else None
@@ -245,11 +259,24 @@ class Publisher:
 
     def _withdraw_from(self, version: int) -> None:
         """Nothing may follow a full version but its own deltas: not what an earlier life left there."""
-        for later in reversed(self._folder.versions()):
-            if later >= version:
-                self._step(f"withdraw {version_name(later)}")
-                self._folder.remove(f"{version_name(later)}/{INDEX}")
+        later = [one for one in self._folder.versions() if one >= version]
+        for one in reversed(later):
+            self._step(f"withdraw {version_name(one)}")
+            self._folder.remove(f"{version_name(one)}/{INDEX}")
         self._anchors = [anchor for anchor in self._known_anchors() if anchor < version]
+        retire(self._folder, [one for one in later if one > version], self._step)
+
+    def _watch_room(self, num_bytes: int) -> None:
+        """Say it while the next full version will not fit, before that one fails."""
+        free = self._folder.free_bytes()
+        if free is not None and free < num_bytes:
+            _log.warning(
+                "%s has %d bytes left, and a full version takes %d: free some room there, "
+                "or lower weight_update_keep_anchors",
+                self._folder.url,
+                free,
+                num_bytes,
+            )
 
     def _known_anchors(self) -> list[int]:
         if self._anchors is None:
@@ -258,18 +285,24 @@ class Publisher:
             self._anchors = [v for v, m in found if isinstance(m, Manifest) and m.kind is Kind.FULL]
         return self._anchors
 
-    def _retire(self, version: int) -> None:
-        """Remove what nobody needs. First the manifests, then, where no lease came meanwhile, the files."""
+    def _drop(self, version: int) -> None:
+        """Leave nothing of a version that failed: what was short may be room."""
         try:
-            folder, anchors = self._folder, self._known_anchors()
-            versions = [one for one in folder.versions() if one < version]
-            for old in expired(versions, anchors, self._keep_anchors, folder.oldest_leased()):
-                self._step(f"retire {version_name(old)}")
-                folder.remove(f"{version_name(old)}/{INDEX}")
-            for old in expired(versions, anchors, self._keep_anchors, folder.oldest_leased()):
-                folder.remove_version(old)
+            if not self._check() and INDEX not in self._folder.names(version_name(version)):
+                self._folder.discard(version)
         except OSError as error:
-            _log.warning("old versions could not be removed, the next one tries again: %s", error)
+            _log.warning("version %d stays unfinished: %s", version, error)
+
+    def _retire(self, version: int) -> None:
+        """Remove what nobody needs any more, whether or not this version was written."""
+        try:
+            if not self._check():
+                versions = [one for one in self._folder.versions() if one < version]
+                leased = self._folder.oldest_leased()
+                old = expired(versions, self._known_anchors(), self._keep_anchors, leased)
+                retire(self._folder, old, self._step)
+        except OSError as error:
+            _log.warning("old versions stay, the next one tries again: %s", error)
 
 
 def _extra_files(job: Job) -> list[FileEntry]:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from awex_delta.errors import ChainError, CorruptFrameError, WireError
+from awex_delta.errors import ChainError, CorruptFrameError, DiskError, WireError
 from awex_delta.folder.apply import Piece, Staged, stage, within, write, write_pieces
 from awex_delta.folder.content import differing, matching, sums_of
 from awex_delta.folder.folder import INDEX, Folder, Step, ignore_step, version_name
@@ -31,13 +31,11 @@ from awex_delta.folder.local import (
     Tensors,
     dump_index,
     empty_tensors,
-    layout_of,
     load,
     load_checked,
     names_by_file,
     read_marker,
     sum_of,
-    total_bytes,
 )
 from awex_delta.folder.manifest import Manifest, checksum
 from awex_delta.folder.pack import PackedFile, pack_tensors
@@ -143,7 +141,7 @@ class LocalCheckpoint:
             ChainError: no chain of whole versions leads there. The checkpoint is as it was, or a version on
                 the way.
             UpdateError: another process changes this checkpoint.
-            OSError: the checkpoint cannot be written; the next call goes on.
+            DiskError: the folder or the checkpoint cannot be used; the next call goes on.
         """
         self._read_bytes = self._written_bytes = 0
         self._links, self._in_place, self._problems = [], [], []
@@ -221,10 +219,9 @@ class LocalCheckpoint:
         self._journal.begin()
         for shard, new in self._brought(held, link, progress):
             shards[shard] = {name: sum_of(tensor) for name, tensor in new.items()}
-            old = load(self.path / shard, list(new))
-            self._written_bytes += self._journal.add(link, shard, old, new)
-        index = dump_index(link, shards, total_bytes(layout_of(self.path, held)))
-        self._written_bytes += self._journal.commit(link, held, index) + len(index)
+            self._written_bytes += self._journal.add(shard, new)
+        index = dump_index(link, shards, held.total_size)
+        self._written_bytes += self._journal.commit(held, index) + len(index)
 
     def _finish(self, progress: Progress) -> None:
         """Do what the journal says, if there is one."""
@@ -330,4 +327,9 @@ class LocalCheckpoint:
         for name in self._local.names(""):
             if name not in current and (_LEFT_OVER.fullmatch(name) or name == _SINGLE_FILE):
                 self._step(f"sweep {name}")
-                self._local.remove(name)
+                try:
+                    self._local.remove(name)
+                except DiskError as error:  # the next pull tries it again
+                    if name == _SINGLE_FILE:  # loaders would read it, and not this version
+                        raise
+                    self._problems.append(str(error))

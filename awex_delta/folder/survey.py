@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import xxhash
 
+from awex_delta.errors import DiskError
 from awex_delta.folder.apply import runs
 from awex_delta.folder.chain import Catalogue, find_chain
 from awex_delta.folder.folder import Folder, version_name
@@ -136,6 +137,8 @@ def _verify(folder: Folder, manifest: Manifest, file: FileEntry) -> list[str]:
         return [f"{name} is damaged: {_damaged_parts(folder, manifest, file, name)}"]
     except FileNotFoundError:
         return [f"{name} is gone"]
+    except DiskError as error:
+        return [str(error)]
 
 
 def _damaged_parts(folder: Folder, manifest: Manifest, file: FileEntry, name: str) -> str:
