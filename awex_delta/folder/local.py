@@ -66,7 +66,7 @@ def read_marker(folder: Folder) -> Marker | None:
     """As `parse_marker`, of a checkpoint; None where it has no index."""
     try:
         return parse_marker(folder.read(INDEX))
-    except (FileNotFoundError, NotADirectoryError):
+    except FileNotFoundError:
         return None
 
 

@@ -1,8 +1,8 @@
 """Changes to the shards of a local checkpoint, in place: a journal of what is to come, and the work itself.
 
 The journal is a folder: what changes in each shard, 16 bits at a time, the index to come, and a file that
-names them all, written last. From then on the change is certain, and is done by these steps, each of which may
-be done again:
+names them all, written last. From then on the change is certain, and is done by these steps, each of which
+may be done again:
 
     the index goes                  no loader begins any more
     shards are called SHARD.patching, which no loader looks for

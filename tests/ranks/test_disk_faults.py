@@ -83,7 +83,7 @@ def test_a_full_disk_fails_the_version_on_all_ranks_and_the_next_one_is_full(
     for error in failed:
         assert isinstance(error, UpdateAborted)
         assert "version 1 was not written" in str(error)
-        assert "trainer rank 0: OSError: [Errno 28] No space left on device" in str(error)
+        assert "cannot be written (No space left on device): free some room there" in str(error)
     stats = trainers.write(3)
     assert stats[0].verdict.reason is Reason.PREVIOUS_ABORTED
     assert engine.read() == 3
