@@ -153,6 +153,8 @@ class Folder:
         try:
             disk.make_folder(self._path(_TRASH))
             disk.rename(self._path(folder), gone)
+        except FileNotFoundError:
+            return  # nothing was written
         except DiskError:
             self.restore(version)
             raise

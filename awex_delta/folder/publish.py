@@ -264,7 +264,8 @@ class Publisher:
             self._step(f"withdraw {version_name(one)}")
             self._folder.remove(f"{version_name(one)}/{INDEX}")
         self._anchors = [anchor for anchor in self._known_anchors() if anchor < version]
-        retire(self._folder, [one for one in later if one > version], self._step)
+        if beyond := [one for one in later if one > version]:
+            retire(self._folder, beyond, self._step)
 
     def _watch_room(self, num_bytes: int) -> None:
         """Say it while the next full version will not fit, before that one fails."""
