@@ -330,8 +330,8 @@ class Comm:
             store=PrefixStore(f"{self.epoch}/{backend}", self._open_store().raw),
             world_size=self.rendezvous.world_size,
             rank=self.seat,
-            # Only this process reads it; pairings of one process may share a name.
-            group_name=f"{self.rendezvous.name}/{self.epoch}/{backend}/{uuid.uuid4().hex}",
+            # The same on all ranks, and no other's: pairings of one process may share a name.
+            group_name=self._open_store().swap(f"{self.epoch}/{backend}/name", "", uuid.uuid4().hex),
             timeout=timeout,
         )
         return group
