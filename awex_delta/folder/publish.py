@@ -9,15 +9,15 @@ Ranks tell each other through the rendezvous store, over connections of their ow
 from __future__ import annotations
 
 import errno
-import json
 import logging
-import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
+
+from pydantic import BaseModel, ConfigDict
 
 from awex_delta import disk
 from awex_delta.errors import ConnectError, PeerError, UpdateAborted
@@ -56,41 +56,52 @@ class Job:
     extra: Mapping[str, bytes] = field(default_factory=dict)
 
 
+class _Part(BaseModel):
+    """What one rank tells rank 0: the entries of its file, or why there is none."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    failure: str = ""
+    files: tuple[FileEntry, ...] = ()
+    tensors: tuple[TensorEntry, ...] = ()
+    lines: tuple[LineEntry, ...] = ()
+    digest: dict[str, str] = {}
+
+
 class Ranks:
     """How the background threads of the trainer ranks hear of each other."""
 
     def __init__(self, rendezvous: Rendezvous, rank: int, timeout_seconds: float) -> None:
         """Remember where; the store is opened at the first use."""
         self.rank = rank
-        self.num_ranks = rendezvous.num_trainer_ranks
+        self._num_ranks = rendezvous.num_trainer_ranks
         self._rendezvous = rendezvous
         self._timeout_seconds = timeout_seconds
         self._store: BoundedStore | None = None
         self._last_outcome: str | None = None
 
-    def tell(self, token: str, part: Mapping[str, Any]) -> None:
+    def tell(self, token: str, part: str) -> None:
         """Give rank 0 this rank's part."""
-        self._open().put(f"disk/{token}/part/{self.rank}", json.dumps(part))
+        self._open().put(f"disk/{token}/part/{self.rank}", part)
 
-    def parts(self, token: str) -> list[Mapping[str, Any]]:
+    def parts(self, token: str) -> list[str]:
         """Every other rank's part, at rank 0. Raises PeerError where one does not come."""
-        found: list[Mapping[str, Any]] = []
+        found: list[str] = []
         deadline = time.monotonic() + self._timeout_seconds  # for all of them together
-        for rank in range(1, self.num_ranks):
+        for rank in range(1, self._num_ranks):
             key = f"disk/{token}/part/{rank}"
-            found.append(json.loads(self._await(key, f"trainer rank {rank} to write its file", deadline)))
+            found.append(self._await(key, f"trainer rank {rank} to write its file", deadline))
             self._open().drop(key)  # with very many tensors it is large
         return found
 
     def conclude(self, token: str, failure: str) -> None:
         """Tell all ranks how it ended, at rank 0."""
-        if self.num_ranks == 1:
-            return
-        store, key = self._open(), f"disk/{token}/outcome"
-        store.put(key, failure or "ok")
-        if self._last_outcome is not None:
-            store.drop(self._last_outcome)
-        self._last_outcome = key
+        if self._num_ranks > 1:
+            store, key = self._open(), f"disk/{token}/outcome"
+            store.put(key, failure or "ok")
+            if self._last_outcome is not None:
+                store.drop(self._last_outcome)
+            self._last_outcome = key
 
     def outcome(self, token: str) -> str:
         """How it ended, as rank 0 says. Raises PeerError where it does not say."""
@@ -143,8 +154,7 @@ class Publisher:
         self._check = check
         self.bytes_per_second: float | None = None
         self._last: Manifest | None = None  # what rank 0 published last
-        self._run_id = ""
-        self._life = ""
+        self._run_id = self._life = ""
         self._anchors: list[int] | None = None
 
     def publish(self, job: Job) -> str:
@@ -153,25 +163,10 @@ class Publisher:
         Returns why the version does not exist, empty where it does: the same on all ranks, unless one of them
         cannot be reached. Collective: yes, over the trainer ranks.
         """
-        part: dict[str, Any] = {
-            "failure": "",
-            "files": [],
-            "tensors": [],
-            "lines": [],
-            "digest": dict(job.digest),
-        }
-        try:
-            if job.packed is not None:
-                self._check_room(job.packed.file.size)
-                self._write(job, job.packed)
-                part["files"] = [job.packed.file.model_dump(mode="json")]
-                part["tensors"] = [entry.model_dump(mode="json") for entry in job.packed.tensors]
-                part["lines"] = [line.model_dump(mode="json") for line in job.packed.lines]
-        except Exception as error:  # noqa: BLE001 - the thread's edge: every rank must learn of it
-            part["failure"] = _told(error)
+        part = self._write(job)
         try:
             if self._ranks.rank:
-                self._ranks.tell(job.token, part)
+                self._ranks.tell(job.token, part.model_dump_json())
                 return self._ranks.outcome(job.token)
             failure = self._conclude(job, part)
             if failure:
@@ -182,6 +177,21 @@ class Publisher:
         self._retire(job.version)
         return failure
 
+    def _write(self, job: Job) -> _Part:
+        packed, since = job.packed, time.perf_counter()
+        if packed is None:
+            return _Part(digest=dict(job.digest))
+        try:
+            self._check_room(packed.file.size)
+            self._folder.put(f"{version_name(job.version)}/{packed.file.name}", packed.chunks, self._step)
+        except Exception as error:  # noqa: BLE001 - the thread's edge: every rank must learn of it
+            return _Part(failure=_told(error))
+        if packed.file.size >= MIN_SAMPLE_BYTES:
+            self.bytes_per_second = packed.file.size / max(time.perf_counter() - since, 1e-6)
+        return _Part(
+            files=(packed.file,), tensors=packed.tensors, lines=packed.lines, digest=dict(job.digest)
+        )
+
     def _check_room(self, num_bytes: int) -> None:
         """Raises DiskError where a file of so many bytes does not fit."""
         free = self._folder.free_bytes()
@@ -189,28 +199,22 @@ class Publisher:
             cause = OSError(errno.ENOSPC, f"it has {num_bytes} bytes, and {free} are free")
             raise disk.refusal(self._folder.url, "written", cause)
 
-    def _write(self, job: Job, packed: PackedFile) -> None:
-        since = time.perf_counter()
-        self._folder.put(f"{version_name(job.version)}/{packed.file.name}", packed.chunks, self._step)
-        if packed.file.size >= MIN_SAMPLE_BYTES:
-            self.bytes_per_second = packed.file.size / max(time.perf_counter() - since, 1e-6)
-
-    def _conclude(self, job: Job, own: Mapping[str, Any]) -> str:
+    def _conclude(self, job: Job, own: _Part) -> str:
         """Rank 0: the manifest of what all ranks wrote, or why there is none."""
         try:
-            parts = [own, *self._ranks.parts(job.token)]
+            parts = [own, *map(_Part.model_validate_json, self._ranks.parts(job.token))]
+            failed = [
+                f"trainer rank {rank}: {part.failure}" for rank, part in enumerate(parts) if part.failure
+            ]
+            if not failed:
+                self._publish(job, parts)
+            return "; ".join(failed)
         except PeerError as error:
             return _told(error)
-        failed = [f"trainer rank {r}: {part['failure']}" for r, part in enumerate(parts) if part["failure"]]
-        if failed:
-            return "; ".join(failed)
-        try:
-            self._publish(job, parts)
         except Exception as error:  # noqa: BLE001 - the thread's edge: every rank must learn of it
             return f"trainer rank 0: {_told(error)}"
-        return ""
 
-    def _publish(self, job: Job, parts: list[Mapping[str, Any]]) -> None:
+    def _publish(self, job: Job, parts: list[_Part]) -> None:
         if problem := self._check():
             raise UpdateAborted(problem)
         manifest = self._manifest(job, parts)
@@ -230,22 +234,22 @@ class Publisher:
             self._anchors = [*self._known_anchors(), job.version]
             self._watch_room(manifest.size)
 
-    def _manifest(self, job: Job, parts: list[Mapping[str, Any]]) -> Manifest:
+    def _manifest(self, job: Job, parts: list[_Part]) -> Manifest:
         base = self._last if job.kind is Kind.DELTA else None
         if job.kind is Kind.DELTA and (base is None or base.version != job.facts["base_version"]):
             raise RuntimeError(f"version {job.version} is a delta, but its base is not the last one written")
-        facts = {**job.facts, "run_id": self._life_of(job)}
+        extra = [FileEntry(name=n, size=len(c), xxh3=checksum([c])) for n, c in job.extra.items()]
         return Manifest(
             id=uuid.uuid4().hex,
             version=job.version,
             kind=job.kind,
             base_id=base.id if base else None,
             created=time.time(),
-            files=(*(FileEntry(**file) for part in parts for file in part["files"]), *_extra_files(job)),
-            tensors=tuple(TensorEntry(**entry) for part in parts for entry in part["tensors"]),
-            lines=tuple(LineEntry(**line) for part in parts for line in part["lines"]),
-            digest=added(part["digest"] for part in parts),
-            **facts,
+            files=(*(file for part in parts for file in part.files), *extra),
+            tensors=tuple(entry for part in parts for entry in part.tensors),
+            lines=tuple(line for part in parts for line in part.lines),
+            digest=added(part.digest for part in parts),
+            **{**job.facts, "run_id": self._life_of(job)},
         )
 
     def _life_of(self, job: Job) -> str:
@@ -304,30 +308,6 @@ class Publisher:
                 retire(self._folder, old, self._step)
         except OSError as error:
             _log.warning("old versions stay, the next one tries again: %s", error)
-
-
-def _extra_files(job: Job) -> list[FileEntry]:
-    return [FileEntry(name=n, size=len(c), xxh3=checksum([c])) for n, c in job.extra.items()]
-
-
-class Writing:
-    """One version on its way to the folder. version, kind: of it."""
-
-    def __init__(self, publisher: Publisher, job: Job) -> None:
-        """Start the thread. A process that ends waits for it, so that the version is not lost."""
-        self.version, self.kind = job.version, job.kind
-        self._failure = ""
-        self._thread = threading.Thread(target=self._run, args=(publisher, job))
-        self._thread.start()
-
-    def join(self) -> str:
-        """Wait; then why the version does not exist, empty where it does."""
-        self._thread.join()
-        return self._failure
-
-    def _run(self, publisher: Publisher, job: Job) -> None:
-        self._failure = "it did not come to an end"
-        self._failure = publisher.publish(job)
 
 
 def _told(error: Exception) -> str:
