@@ -127,12 +127,6 @@ class Folder:
         """Remove a file, if it is there."""
         self._files.remove(self._path(name))
 
-    def remove_version(self, version: int) -> None:
-        """Remove a version, its manifest first, so that it never exists in part."""
-        folder = version_name(version)
-        self.remove(f"{folder}/{INDEX}")
-        self._files.remove_folder(self._path(folder))
-
     def withdraw(self, version: int) -> None:
         """Make a version one that does not exist, until `restore` or `discard`; its files stay."""
         with suppress(FileNotFoundError):  # a writer died before it had a manifest

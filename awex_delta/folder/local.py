@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -139,19 +140,8 @@ def layout_of(path: Path, marker: Marker) -> Layout:
     return layout
 
 
-def names_by_file(anchor: Manifest) -> dict[str, list[str]]:
-    """Which tensors lie together in a full version."""
-    groups: dict[str, list[str]] = defaultdict(list)
-    for entry in anchor.tensors:
-        groups[entry.file].append(entry.name)
-    return groups
-
-
-def empty_tensors(anchor: Manifest, names: Sequence[str]) -> Tensors:
-    """Room for some tensors of a full version."""
-    wanted = set(names)
-    return {
-        entry.name: torch.empty(entry.shape, dtype=WIRE_DTYPES[entry.dtype])
-        for entry in anchor.tensors
-        if entry.name in wanted
-    }
+def empty_shards(anchor: Manifest) -> Iterator[tuple[str, Tensors]]:
+    """Room for the tensors of a full version, one file after the other."""
+    by_file = attrgetter("file")
+    for file, entries in groupby(sorted(anchor.tensors, key=by_file), by_file):
+        yield file, {one.name: torch.empty(one.shape, dtype=WIRE_DTYPES[one.dtype]) for one in entries}

@@ -144,7 +144,7 @@ def write_chain(build: Build, tmp_path: Path) -> Trainers:
         pytest.param(lambda f: f.put(delta_file(1), [f.read(delta_file(1))[:-9]]), id="a file cut short"),
         pytest.param(lambda f: f.put(delta_file(1), [b""]), id="an empty file"),
         pytest.param(lambda f: f.put(f"{version_name(1)}/{INDEX}", [b"{}"]), id="another index"),
-        pytest.param(lambda f: f.remove_version(1), id="no folder"),
+        pytest.param(lambda f: f.discard(1), id="no folder"),
     ],
 )
 def test_a_broken_link_is_named_and_the_next_anchor_taken(

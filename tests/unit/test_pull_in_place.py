@@ -157,7 +157,7 @@ def test_stores_that_were_lost_or_torn_are_done_again(trainers: Trainers, tmp_pa
         pull(path, trainers, on_step=stop_at("flush", tear))
     assert not (path / INDEX).exists()
     assert not weights_in(path)  # no loader finds anything
-    Folder(trainers.url).remove_version(1)  # what is missing is here, and nothing else is needed
+    Folder(trainers.url).discard(1)  # what is missing is here, and nothing else is needed
     done = pull(path, trainers)
     assert (done.version, done.links) == (1, ())
     assert holds(path, trainers.history[1])
