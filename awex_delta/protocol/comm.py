@@ -330,7 +330,6 @@ class Comm:
             store=PrefixStore(f"{self.epoch}/{backend}", self._open_store().raw),
             world_size=self.rendezvous.world_size,
             rank=self.seat,
-            # The same on all ranks, and no other's: pairings of one process may share a name.
             group_name=self._open_store().swap(f"{self.epoch}/{backend}/name", "", uuid.uuid4().hex),
             timeout=timeout,
         )

@@ -206,6 +206,8 @@ def test_a_call_that_always_fails_is_harmless_or_named(
             assert isinstance(outcomes[0], str)
 
 
+@pytest.mark.all
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("call", CALLS)
 def test_a_call_that_fails_once_is_harmless_or_named(
     world: Callable[[], World], monkeypatch: pytest.MonkeyPatch, call: str
