@@ -139,8 +139,8 @@ EXCEPTIONS: Mapping[type[errors.AwexDeltaError], Advice] = {
         remedy="Use a class or release that the message names.",
     ),
     errors.DiskError: Advice(
-        cause="A file system or an object store refused a call of a folder, `pull` or `inspect`. In an update "
-        "it becomes the `UpdateAborted` or `ChainError` of all ranks.",
+        cause="A file system or an object store refused a call of a folder, `pull` or `inspect`. In an "
+        "update it becomes the `UpdateAborted` or `ChainError` of all ranks.",
         remedy="The message names the path, what could not be done with it, and the remedy.",
     ),
     errors.NumericsError: Advice(

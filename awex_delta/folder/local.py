@@ -12,54 +12,48 @@ from typing import Any
 
 import numpy as np
 import torch
+from pydantic import BaseModel, ConfigDict
 from safetensors import SafetensorError, safe_open
 
+from awex_delta import disk
 from awex_delta.folder.folder import INDEX, Folder
-from awex_delta.folder.manifest import Manifest, checksum
-from awex_delta.folder.pack import SAFETENSORS
-from awex_delta.plan.describe import WIRE_DTYPES, dtype_name
+from awex_delta.folder.manifest import Checksum, Count, FileName, Manifest, checksum
+from awex_delta.plan.describe import WIRE_DTYPES
 from awex_delta.wire.codec import as_bytes
 
 _SECTION = "awex_delta_pull"
-_DTYPES = {name: dtype for dtype, name in SAFETENSORS.items()}
 
 Tensors = dict[str, torch.Tensor]
 Layout = dict[str, tuple[str, tuple[int, ...]]]
-"""Name -> dtype and shape."""
+"""Name -> dtype, as safetensors calls it, and shape."""
 
 
 class DamagedBaseError(Exception):
     """The local checkpoint is not what its index says."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Marker:
+class Marker(BaseModel):
     """What the local checkpoint is.
 
     total_size: bytes of all tensors.
     shards: shard -> tensor -> xxh3 of its bytes.
     """
 
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
     id: str
     run_id: str
-    version: int
-    total_size: int
-    shards: Mapping[str, Mapping[str, str]]
+    version: Count
+    total_size: Count
+    shards: dict[FileName, dict[str, Checksum]]
 
 
 def parse_marker(index: bytes) -> Marker | None:
     """Which version an index says that the checkpoint is, None where it is none of a folder's."""
     try:
         metadata = json.loads(index)["metadata"]
-        section = metadata[_SECTION]
-        return Marker(
-            id=str(section["id"]),
-            run_id=str(section["run_id"]),
-            version=int(section["version"]),
-            total_size=int(metadata["total_size"]),
-            shards={str(shard): dict(sums) for shard, sums in section["shards"].items()},
-        )
-    except (ValueError, KeyError, TypeError, AttributeError):
+        return Marker.model_validate({**metadata[_SECTION], "total_size": metadata["total_size"]})
+    except (ValueError, KeyError, TypeError, RecursionError):
         return None
 
 
@@ -72,7 +66,7 @@ def read_marker(folder: Folder) -> Marker | None:
 
 
 def dump_index(tip: Manifest, shards: Mapping[str, Mapping[str, str]], total_size: int) -> bytes:
-    """The index of a checkpoint that is version `tip`. shards: as in `Marker`."""
+    """The index of a checkpoint that is version `tip`. shards, total_size: as in `Marker`."""
     marker = {"id": tip.id, "run_id": tip.run_id, "version": tip.version, "shards": shards}
     index = {
         "metadata": {"total_size": total_size, _SECTION: marker},
@@ -107,37 +101,38 @@ def sum_of(tensor: torch.Tensor) -> str:
     return checksum([as_bytes(tensor).numpy().data])
 
 
-def units_of(memory: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], dict[str, tuple[int, int]]]:
-    """The data of a shard that is mapped, and where each tensor lies in it: 16 bits each, first and last.
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Shard:
+    """A shard as memory that *is* the file.
 
-    Raises DamagedBaseError if its header makes no sense.
+    memory: uint8 [n], all of it.
+    units: its data, uint16 [n].
+    places: where each tensor begins and ends there.
+    layout: its tensors.
     """
+
+    memory: np.memmap[Any, Any]
+    units: np.ndarray[Any, Any]
+    places: dict[str, tuple[int, int]]
+    layout: Layout
+
+
+def open_shard(path: Path) -> Shard:
+    """Map a shard for writing. Raises DamagedBaseError if it is gone, or its header makes no sense."""
     try:
+        memory = disk.mapped(path)
         start = 8 + int.from_bytes(memory[:8].tobytes(), "little")
         header = json.loads(memory[8:start].tobytes())
-        places = {
-            name: (entry["data_offsets"][0] // 2, entry["data_offsets"][1] // 2)
-            for name, entry in header.items()
-            if name != "__metadata__"
-        }
-        return memory[start:].view(np.uint16), places
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
-        raise DamagedBaseError(f"the header of a shard cannot be read: {error!r}") from error
-
-
-def layout_of(path: Path, marker: Marker) -> Layout:
-    """Every tensor of a checkpoint. Raises DamagedBaseError."""
-    layout: Layout = {}
-    for shard, sums in marker.shards.items():
-        try:
-            with safe_open(path / shard, framework="pt") as file:
-                slices = {name: file.get_slice(name) for name in sums}
-        except (OSError, SafetensorError) as error:
-            raise DamagedBaseError(f"{shard} cannot be read: {error}") from error
-        for name, part in slices.items():
-            dtype = _DTYPES.get(part.get_dtype(), torch.uint8)
-            layout[name] = dtype_name(dtype), tuple(part.get_shape())
-    return layout
+        header.pop("__metadata__", None)
+        ends = {name: entry["data_offsets"] for name, entry in header.items()}
+        return Shard(
+            memory=memory,
+            units=memory[start:].view(np.uint16),
+            places={name: (first // 2, last // 2) for name, (first, last) in ends.items()},
+            layout={name: (entry["dtype"], tuple(entry["shape"])) for name, entry in header.items()},
+        )
+    except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DamagedBaseError(f"{path.name} cannot be read: {error!r}") from error
 
 
 def empty_shards(anchor: Manifest) -> Iterator[tuple[str, Tensors]]:

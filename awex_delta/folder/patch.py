@@ -35,13 +35,14 @@ from awex_delta.folder.local import (
     Layout,
     Marker,
     Tensors,
-    layout_of,
     load_checked,
+    open_shard,
     parse_marker,
     read_marker,
-    units_of,
 )
 from awex_delta.folder.manifest import Count, FileEntry, Manifest, checksum
+from awex_delta.folder.pack import SAFETENSORS
+from awex_delta.plan.describe import WIRE_DTYPES
 from awex_delta.protocol.verdict import Kind
 from awex_delta.wire.codec import as_bytes
 
@@ -70,22 +71,22 @@ def alone(path: Path) -> Iterator[None]:
 def why_not_in_place(path: Path, held: Marker | None, link: Manifest) -> str:
     """Why shards that are there cannot be changed in place; empty if they can, or there are none.
 
-    held is what the checkpoint is, None if it is no version; `link` is the version to come.
+    held is what the checkpoint is, None if it is no version; `link` is the version to come. Raises
+    DamagedBaseError if it is not what it says.
     """
     if held is None:
         found = [name for name in disk.names(path) if name.endswith(".safetensors")]
         return f"{found[0]} is of no version that is known" if found else ""
-    for shard in held.shards:
-        try:
-            if disk.is_shared(path / shard):
-                return f"{shard} is shared with another checkpoint by a link"
-            disk.mapped(path / shard)  # before the index goes: otherwise no pull could ever finish
-        except (FileNotFoundError, ValueError):
-            continue  # damage, which is noticed when it is read
+    layout: Layout = {}
+    for name in held.shards:
+        try:  # before the index goes: otherwise no pull could ever finish
+            layout |= open_shard(path / name).layout
+            if disk.is_shared(path / name):
+                return f"{name} is shared with another checkpoint by a link"
         except DiskError as error:
-            return f"{shard} cannot be written in place ({os.strerror(error.errno or errno.EIO)})"
-    wanted: Layout = {entry.name: (entry.dtype, entry.shape) for entry in link.tensors}
-    if link.kind is Kind.FULL and layout_of(path, held) != wanted:
+            return f"{name} cannot be written in place ({os.strerror(error.errno or errno.EIO)})"
+    wanted = {one.name: (SAFETENSORS[WIRE_DTYPES[one.dtype]], one.shape) for one in link.tensors}
+    if link.kind is Kind.FULL and layout != wanted:
         return f"{link.label} has other tensors than the checkpoint"
     return ""
 
@@ -125,17 +126,19 @@ class Journal:
 
     def add(self, shard: str, new: Tensors) -> int:
         """Note where the tensors of a shard are to differ from what it holds. Returns the bytes written."""
-        units, places = units_of(disk.mapped(self._path / shard))
-        values = {places[name]: as_bytes(tensor).numpy().view(np.uint16) for name, tensor in new.items()}
-        changed = {place: np.flatnonzero(units[slice(*place)] != value) for place, value in values.items()}
+        old = open_shard(self._path / shard)
+        values = {old.places[name]: as_bytes(tensor).numpy().view(np.uint16) for name, tensor in new.items()}
+        changed = {
+            place: np.flatnonzero(old.units[slice(*place)] != value) for place, value in values.items()
+        }
         pos = np.concatenate([found + first for (first, _), found in sorted(changed.items())])
         if not pos.size:
             return 0
         noted = {
-            "pos": pos.astype(np.uint32 if units.size >> 32 == 0 else np.uint64),
+            "pos": pos.astype(np.uint32 if old.units.size >> 32 == 0 else np.uint64),
             "value": np.concatenate([values[place][found] for place, found in sorted(changed.items())]),
         }
-        if sum(column.nbytes for column in noted.values()) > units.nbytes:
+        if sum(column.nbytes for column in noted.values()) > old.units.nbytes:
             noted = {"value": np.concatenate([value for _, value in sorted(values.items())])}
         file = self._put(shard, safetensors.numpy.save(noted))
         self._shards.append(_Changed(**file.model_dump(), stored=noted["value"].nbytes))
@@ -220,10 +223,9 @@ class Journal:
         """Store the new values of one shard, and wait until they are on the disk."""
         path = self._path / (shard.name + HIDDEN)
         noted = safetensors.numpy.load(self._get(shard))
-        memory = disk.mapped(path)
-        units, _ = units_of(memory)
+        patched = open_shard(path)
         self._step(f"patch {shard.name}")
-        units[noted.get("pos", slice(None))] = noted["value"]
+        patched.units[noted.get("pos", slice(None))] = noted["value"]
         self._step(f"flush {shard.name}")
-        disk.flush(memory, path)
+        disk.flush(patched.memory, path)
         on_write(shard.stored)
