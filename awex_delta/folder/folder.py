@@ -28,7 +28,6 @@ Step = Callable[[str], None]
 
 _LEASES, _TRASH = "leases", "trash"
 _WITHDRAWN = "withdrawn.json"  # the manifest of a version that is about to go
-_PIECE_BYTES = 1 << 26
 _VERSION = re.compile(r"weight_v(\d{6,})")
 # These show an object when its upload is complete; the others show what was written so far.
 _WHOLE_OBJECTS = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss"})
@@ -86,20 +85,17 @@ class Folder:
             step(f"rename {name}")
             if self._renames:
                 self._files.rename(written, final)
-        except BaseException:
+        except BaseException as error:
             if self._renames:  # nothing takes room that may be short
                 with suppress(OSError):
                     self._files.remove(written)
+            if isinstance(error, FileNotFoundError):  # somebody removes the folder
+                raise disk.refusal(final, "written", error) from error
             raise
 
     def read(self, name: str, start: int | None = None, stop: int | None = None) -> bytes:
         """The bytes [start, stop) of a file, or all. Raises FileNotFoundError where there is none."""
         return bytes(self._files.read(self._path(name), start, stop))
-
-    def read_file(self, name: str, size: int) -> Iterator[bytes]:
-        """All bytes of a file of a known size, piece by piece."""
-        for start in range(0, size, _PIECE_BYTES):
-            yield self.read(name, start, min(start + _PIECE_BYTES, size))
 
     def versions(self) -> list[int]:
         """Versions that have a folder, ascending. Those without an `INDEX` do not exist yet, or any more."""

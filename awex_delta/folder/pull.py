@@ -110,7 +110,7 @@ class LocalCheckpoint:
         Raises:
             ConfigError: the path cannot be opened.
         """
-        self.path = path
+        self.path = path.absolute()  # the working directory may change
         self._source = source
         self._local = Folder(str(path))
         self._workers = workers

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -191,3 +192,11 @@ def test_a_manifest_that_cannot_be_read_is_a_broken_link_and_no_more(
     (error,) = engine.try_read(3)
     assert f"{version_name(3)}/{INDEX} cannot be read" in str(error)
     assert "a process holds it open" in str(error)
+
+
+def test_a_folder_that_goes_away_while_it_is_written_is_named(jobs: list[Job], tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    made = publisher(run, lambda step: shutil.rmtree(run) if step.startswith("rename") else None)
+    said = made.publish(jobs[0])
+    assert f"{run}/weight_v000000/model-00001-of-00001.safetensors cannot be written (No such file" in said
+    assert "call again" in said
