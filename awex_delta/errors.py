@@ -6,6 +6,7 @@
     │   ├── LayoutError        a tensor is missing, or has another shape or dtype
     │   └── OwnershipError     the optimizer shards do not tile a parameter exactly once
     ├── UnsupportedError       an upstream object lacks something that is needed
+    ├── DiskError              a file system refused a call (also an OSError)
     ├── NumericsError          a formula was asked for outside its domain (also a ValueError)
     ├── WireError              bytes from a peer cannot be used
     │   ├── CorruptFrameError  the bytes are damaged
@@ -48,6 +49,13 @@ class OwnershipError(ConnectError):
 
 class UnsupportedError(AwexDeltaError):
     """An upstream object (optimizer, model, converter) lacks something that is needed."""
+
+
+class DiskError(AwexDeltaError, OSError):
+    """A file system, or an object store, refused a call. Names the path and the remedy."""
+
+    def __str__(self) -> str:
+        return str(self.strerror)
 
 
 class NumericsError(AwexDeltaError, ValueError):

@@ -156,6 +156,11 @@ EXCEPTIONS: Mapping[type[errors.AwexDeltaError], Advice] = {
         "known.",
         remedy="Use a class or release that the message names.",
     ),
+    errors.DiskError: Advice(
+        cause="A file system or an object store refused a call of a folder, `pull` or `inspect`. In an "
+        "update it becomes the `UpdateAborted` or `ChainError` of all ranks.",
+        remedy="The message names the path, what could not be done with it, and the remedy.",
+    ),
     errors.NumericsError: Advice(
         cause="By `numerics` for a step that cannot be inverted. In an update it becomes the reason "
         "`HYPERPARAMETERS_INVALID`.",

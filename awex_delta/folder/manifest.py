@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
@@ -263,7 +263,7 @@ def parse_manifest(text: bytes, version: int, path: str) -> Manifest:
     return manifest
 
 
-def checksum(chunks: Sequence[Any]) -> str:
+def checksum(chunks: Iterable[Any]) -> str:
     """xxh3 over buffers of bytes, one after the other, as 16 hexadecimal digits."""
     state = xxhash.xxh3_64()
     for chunk in chunks:

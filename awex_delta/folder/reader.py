@@ -139,7 +139,8 @@ class DiskReader:
         self._bytes_read = self._num_written = 0
         self._sums.clear()
         refused: set[str] = set()
-        with self._peers.in_step("read"):
+        # Another purpose each time: ranks that try again together meet, whoever of them gave up before.
+        with self._peers.in_step(f"read {uuid.uuid4().hex}"):
             try:
                 tip = self._choose(version, refused)
                 while blamed := self._reach(tip, refused):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -28,7 +29,7 @@ from awex_delta.folder.pack import (
     pack_lines,
     pack_tensors,
 )
-from awex_delta.folder.publish import Job, Publisher, Ranks, Writing
+from awex_delta.folder.publish import Job, Publisher, Ranks
 from awex_delta.lines.boxes import BoxMap
 from awex_delta.lines.ends import LineEnd
 from awex_delta.plan.pairs import Pair
@@ -121,7 +122,9 @@ class DiskWriter(TrainerEnd):
         self._codecs = codecs_for(settings.encoding)  # who reads is not known, so none that `auto` may add
         self._planned: FolderPlan | None = None  # what all trainers together write, as of the last connect
         self._tables: dict[int, _Table] = {}  # by line
-        self._writing: Writing | None = None
+        # A process that ends waits for this thread, so that no version is lost.
+        self._background = ThreadPoolExecutor(max_workers=1)
+        self._writing: tuple[Job, Future[str]] | None = None
         self._unreported = ""  # why the last version does not exist, until all ranks were told
 
     def connect(self) -> None:
@@ -178,7 +181,7 @@ class DiskWriter(TrainerEnd):
             self._ledger = self._ledger.abort()
             raise
         self._view.committed()
-        self._writing = Writing(self._publisher, job)
+        self._writing = job, self._background.submit(self._publisher.publish, job)
         logger.log(
             logging.INFO if self._rank == 0 else logging.DEBUG, "version %d: %s", version, stats.verdict
         )
@@ -217,12 +220,12 @@ class DiskWriter(TrainerEnd):
         writing, self._writing = self._writing, None
         if writing is None:
             return
-        failure = writing.join()
-        if failure:
+        job, published = writing
+        if failure := published.exception() or published.result():
             self._ledger = self._ledger.abort()
-            self._unreported = f"version {writing.version} was not written: {failure}"
+            self._unreported = f"version {job.version} was not written: {failure}"
         else:
-            self._ledger = self._ledger.commit(writing.version, writing.kind)
+            self._ledger = self._ledger.commit(job.version, job.kind)
 
     def _plan_folder(self, world: World) -> Plan:
         """This rank's lines to the folder."""

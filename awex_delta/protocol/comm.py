@@ -330,7 +330,7 @@ class Comm:
             store=PrefixStore(f"{self.epoch}/{backend}", self._open_store().raw),
             world_size=self.rendezvous.world_size,
             rank=self.seat,
-            group_name=f"{self.rendezvous.name}/{self.epoch}/{backend}",
+            group_name=self._open_store().swap(f"{self.epoch}/{backend}/name", "", uuid.uuid4().hex),
             timeout=timeout,
         )
         return group

@@ -29,6 +29,7 @@ FLOORS = {
     "errors": 0,
     "_version": 0,
     "garbage": 0,
+    "disk": 0,
     "protocol.verdict": 0,
     "settings": 0,
     "lines": 1,
