@@ -319,12 +319,11 @@ class DiskReader:
 
     def _blame(self, phase: str, link: Manifest, error: Exception) -> Word:
         """An error as a word: of one version, which another may replace, or of this engine."""
-        usable_again = isinstance(error, WireError | OSError) and not self._ledger.dirty
-        text = str(error) if isinstance(error, AwexDeltaError) else f"{type(error).__name__}: {error}"
         if isinstance(error, UpdateError):
             raise error
-        failure = f"{link.label}: {text}"
-        return Word(phase=phase, failure=failure, refused=link.id, fatal=not usable_again)
+        usable_again = isinstance(error, WireError | OSError) and not self._ledger.dirty
+        text = str(error) if isinstance(error, AwexDeltaError) else f"{type(error).__name__}: {error}"
+        return Word(phase=phase, failure=f"{link.label}: {text}", refused=link.id, fatal=not usable_again)
 
     def _conclude(self, word: Word) -> set[str]:
         """End a phase on all ranks: ids of versions to avoid, none if all is well. Raises UpdateAborted."""
