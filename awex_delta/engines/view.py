@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from awex_delta.errors import LayoutError
 
 _MAX_NAMED = 8  # tensors that a message names
-_Places = list[tuple[Any, ...]]  # of each tensor its name first
+_Places = list[tuple[Any, ...]]  # of each tensor its name, where it lies, and how it looks
 _BITS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
 
 
@@ -48,7 +48,7 @@ class EngineView(Protocol):
         elsewhere than at the call before has moved, and makes the update full. `LiveParts` does this at the
         cost of a pointer a tensor.
 
-        Whatever this raises ends the update on all ranks, before anything is written.
+        Whatever this raises ends the update on all ranks; if it was asked before the writes, none was made.
         """
 
     def synchronize(self) -> None:

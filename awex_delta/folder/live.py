@@ -89,7 +89,8 @@ class Live:
             if shape != part.global_shape or WIRE_DTYPES[dtype] is not part.view.dtype:
                 raise LayoutError(
                     f"{part.name}: the folder holds {dtype} {list(shape)}, the engine serves "
-                    f"{dtype_name(part.view.dtype)} {list(part.global_shape)}"
+                    f"{dtype_name(part.view.dtype)} {list(part.global_shape)}; load the engine with the "
+                    "trainer's model and dtype"
                 )
             by_dtype.setdefault(part.view.dtype, []).append((place, part))
         starts = self.space.line.starts
