@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from megatron.core.optimizer import OptimizerConfig, _get_param_groups
 from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
+from safetensors.torch import load_file
 from torch._C._distributed_c10d import FileStore
 
 from awex_delta.errors import WeightsAwayError
@@ -56,9 +57,10 @@ def test_contract(method: str) -> None:
 
 def check_offload(me: Rank) -> None:
     me.init_gloo(rank=me.rank, world_size=me.world_size)
-    tiny = build_trainer(SPEC)
+    tiny = build_trainer(replace(SPEC, frozen="embedding"))
     settings = DeltaSettings(transport="disk", disk_url=str(me.folder / "run"), anchor_interval=0)
-    writer = DiskWriter(attach(tiny, settings), Rendezvous.alone(), 0, settings)
+    view = attach(tiny, settings)
+    writer = DiskWriter(view, Rendezvous.alone(), 0, settings)
     for version in range(2):
         tiny.train_step()
         writer.update_weights(version)
@@ -92,9 +94,20 @@ def check_offload(me: Rank) -> None:
     norm.weight = sound
     tiny.train_step()
     assert writer.update_weights(3).verdict.kind is Kind.DELTA
+    frozen = model.embedding.word_embeddings
+    frozen.weight = torch.nn.Parameter(frozen.weight.detach() + 1, requires_grad=False)
+    tiny.train_step()
+    assert writer.update_weights(4).verdict.kind is Kind.DELTA
+    key = "0/embedding.word_embeddings.weight"
+    assert view.tensor(key).data_ptr() == frozen.weight.data_ptr()
+    writer.wait()
+    written = load_file(me.folder / "run" / "weight_v000004" / "delta-00001-of-00001.safetensors")
+    assert frozen.weight.view(torch.uint8).numpy().tobytes() in b"".join(
+        tensor.numpy().tobytes() for tensor in written.values()
+    )
     model.decoder = torch.nn.Identity()
     with pytest.raises(WeightsAwayError, match="no such tensor any more"):
-        writer.update_weights(4)
+        writer.update_weights(5)
     writer.close()
 
 
