@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging.handlers
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -113,6 +116,34 @@ def check_offload(me: Rank) -> None:
 
 def test_offloaded_buffers_and_replaced_parameters() -> None:
     run_ranks(check_offload, 1)
+
+
+def check_drift(me: Rank, url: str) -> tuple[list[str], torch.Tensor]:
+    """What one of two tensor-parallel ranks logs, and its norm; rank 1 moved one element of it by one unit."""
+    me.init_gloo(rank=me.rank, world_size=me.world_size)
+    tiny = build_trainer(replace(SPEC, tp=2))
+    settings = DeltaSettings(transport="disk", disk_url=url)
+    store: Any = FileStore(str(me.folder / "meeting"), me.world_size)
+    meeting = Rendezvous(num_engine_ranks=0, num_trainer_ranks=me.world_size, store=store)
+    writer = DiskWriter(attach(tiny, settings), meeting, me.rank, settings)
+    norm = tiny.chunks[0].module.decoder.final_layernorm.weight.detach()
+    norm.view(torch.int16)[3] += me.rank
+    heard = logging.handlers.BufferingHandler(1000)
+    logging.getLogger("awex_delta.protocol.replicas").addHandler(heard)
+    writer.update_weights(0)
+    writer.close()
+    logging.getLogger("awex_delta.protocol.replicas").removeHandler(heard)
+    return [record.getMessage() for record in heard.buffer], norm.clone()
+
+
+def test_a_norm_that_drifted_between_tensor_parallel_ranks(tmp_path: Path) -> None:
+    ranks = run_ranks(check_drift, 2, str(tmp_path))
+    (warning,) = ranks[0][0]
+    assert "1 tensors that should be equal: model.norm.weight (trainer ranks 0, 1)" in warning
+    assert ranks[1][0] == []
+    written = [load_file(path) for path in (tmp_path / "weight_v000000").glob("model*.safetensors")]
+    (norm,) = [file["model.norm.weight"] for file in written if "model.norm.weight" in file]
+    assert norm.equal(ranks[zlib.crc32(b"model.norm.weight") % 2][1])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
