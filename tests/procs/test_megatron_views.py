@@ -119,7 +119,7 @@ def test_offloaded_buffers_and_replaced_parameters() -> None:
 
 
 def check_drift(me: Rank, url: str) -> tuple[list[str], torch.Tensor]:
-    """What one of two tensor-parallel ranks logs, and its norm; rank 1 moved one element of it by one unit."""
+    """What one of two tensor-parallel ranks logs, and its norm; rank 1 moved one element of it."""
     me.init_gloo(rank=me.rank, world_size=me.world_size)
     tiny = build_trainer(replace(SPEC, tp=2))
     settings = DeltaSettings(transport="disk", disk_url=url)
