@@ -90,10 +90,11 @@ def step_counts(optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor]
         params: tensors of its `param_groups`.
 
     Returns:
-        One count for each parameter, in order; all 0 for a class that is not known.
+        One count for each parameter, in order; 0 for a tensor that the optimizer does not step, and for all
+        of a class that is not known.
 
     Raises:
-        UnsupportedError: the optimizer steps another tensor in place of one of these, or a counter was freed.
+        UnsupportedError: the storage of a counter was freed.
 
     Counters held on a device are copied to the host together.
     """
@@ -101,13 +102,7 @@ def step_counts(optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor]
         return [0] * len(params)
     if _class_path(optimizer) in _COUNTED_BY_GROUP:
         of_group = {p: group.get("step", 0) for group in optimizer.param_groups for p in group["params"]}
-        missing = next((param for param in params if param not in of_group), None)
-        if missing is not None:
-            raise UnsupportedError(
-                f"{_class_path(optimizer)} steps another tensor in place of a master of {missing.numel()} "
-                "elements that it stepped at attach: attach the trainer again"
-            )
-        raw = [of_group[param] for param in params]
+        raw = [of_group.get(param, 0) for param in params]
     else:
         raw = [_state(optimizer, param).get("step", 0) for param in params]
     away = next((why for v in raw if isinstance(v, torch.Tensor) and (why := unreadable(v))), "")

@@ -40,6 +40,7 @@ class EmaShadow:
         ...     teacher.update_weights(version)
     """
 
+    @torch.inference_mode(mode=False)
     def __init__(self, view: GatheringTrainerView, *, alpha: float) -> None:
         """Begin with the policy as it is now.
 
@@ -77,7 +78,7 @@ class EmaShadow:
         """Copy the masters: one flat tensor for all owned slices, in the order of their pieces."""
         slices = _with_masters(self._view)
         numel = sum(owned.stop - owned.start for owned in slices)
-        device = slices[0].weight.device if slices else None
+        device = slices[0].weight.device if slices else torch.device("cpu")
         self._flat = torch.empty(numel, dtype=torch.float32, device=device)
         place = 0
         for piece in pieces(slices, _PIECE):
@@ -91,6 +92,7 @@ class EmaShadow:
         """The last `average` that is complete on this rank; None before the first."""
         return None if self._done is not None else self._version
 
+    @torch.inference_mode(mode=False)
     def average(self, version: int) -> None:
         """Move the average one step toward the policy as it is now.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -30,6 +29,7 @@ from awex_delta.trainers.megatron_layout import (
     optimizer_shards,
     rank_info,
     router_biases,
+    tensor_at,
 )
 from awex_delta.trainers.view import TrainerLayout, WeightInfo, live_slice, trainer_line
 
@@ -58,7 +58,7 @@ class MegatronTrainer:
         self._layout = layout
         self._settings = settings
         self._params: dict[str, torch.nn.Parameter] = {}
-        self._places: dict[str, attrgetter[Any]] = {}  # finds each tensor in its model chunk
+        self._places: dict[str, tuple[str, ...]] = {}  # of each tensor in its model chunk
         self._parts: dict[str, OwnedPart] = {}
         self._late: list[str] = []
         self._groups: dict[str, dist.ProcessGroup] = {}
@@ -148,16 +148,15 @@ class MegatronTrainer:
         info = self._infos[key]
         try:
             # Looked up each time: moving a module replaces its buffers, and anyone may replace a parameter.
-            tensor = self._places[key](self._chunks[info.chunk])
-        except AttributeError as error:
-            raise UnsupportedError(f"{key}: the model has no such tensor any more: {error}") from error
+            tensor = tensor_at(self._chunks[info.chunk], self._places[key])
+        except (AttributeError, KeyError) as error:
+            raise UnsupportedError(f"{key}: the model has no such tensor any more") from error
         if info.trained and tensor is not self._params[key]:
             raise UnsupportedError(
                 f"{key}: the model computes with another parameter than its optimizer steps: put it back, or "
                 "make the optimizer for the model as it is, and attach again"
             )
-        found: torch.Tensor = tensor.detach()
-        return found
+        return tensor.detach()
 
     def owned_slices(self) -> list[OwnedSlice]:
         """The ranges whose optimizer state this rank holds."""
@@ -308,7 +307,7 @@ class MegatronTrainer:
     def _add_weight(self, path: str, stage: int, tensor: torch.Tensor, shard: Shard | None) -> None:
         name = canonical_name(path)
         key = param_key(name, stage)
-        self._places[key] = attrgetter(path)
+        self._places[key] = tuple(path.split("."))
         owners: tuple[int, ...] = ()
         part: OwnedPart | None = None
         if shard is not None and tensor.dtype != torch.float32:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging.handlers
+import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +15,7 @@ import torch
 from megatron.core.optimizer import OptimizerConfig, _get_param_groups
 from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
+from safetensors.torch import load_file
 from torch._C._distributed_c10d import FileStore
 
 from awex_delta.errors import WeightsAwayError
@@ -56,9 +60,10 @@ def test_contract(method: str) -> None:
 
 def check_offload(me: Rank) -> None:
     me.init_gloo(rank=me.rank, world_size=me.world_size)
-    tiny = build_trainer(SPEC)
+    tiny = build_trainer(replace(SPEC, frozen="embedding"))
     settings = DeltaSettings(transport="disk", disk_url=str(me.folder / "run"), anchor_interval=0)
-    writer = DiskWriter(attach(tiny, settings), Rendezvous.alone(), 0, settings)
+    view = attach(tiny, settings)
+    writer = DiskWriter(view, Rendezvous.alone(), 0, settings)
     for version in range(2):
         tiny.train_step()
         writer.update_weights(version)
@@ -92,14 +97,53 @@ def check_offload(me: Rank) -> None:
     norm.weight = sound
     tiny.train_step()
     assert writer.update_weights(3).verdict.kind is Kind.DELTA
+    frozen = model.embedding.word_embeddings
+    frozen.weight = torch.nn.Parameter(frozen.weight.detach() + 1, requires_grad=False)
+    tiny.train_step()
+    assert writer.update_weights(4).verdict.kind is Kind.DELTA
+    key = "0/embedding.word_embeddings.weight"
+    assert view.tensor(key).data_ptr() == frozen.weight.data_ptr()
+    writer.wait()
+    written = load_file(me.folder / "run" / "weight_v000004" / "delta-00001-of-00001.safetensors")
+    assert frozen.weight.view(torch.uint8).numpy().tobytes() in b"".join(
+        tensor.numpy().tobytes() for tensor in written.values()
+    )
     model.decoder = torch.nn.Identity()
     with pytest.raises(WeightsAwayError, match="no such tensor any more"):
-        writer.update_weights(4)
+        writer.update_weights(5)
     writer.close()
 
 
 def test_offloaded_buffers_and_replaced_parameters() -> None:
     run_ranks(check_offload, 1)
+
+
+def check_drift(me: Rank, url: str) -> tuple[list[str], torch.Tensor]:
+    """What one of two tensor-parallel ranks logs, and its norm; rank 1 moved one element of it."""
+    me.init_gloo(rank=me.rank, world_size=me.world_size)
+    tiny = build_trainer(replace(SPEC, tp=2))
+    settings = DeltaSettings(transport="disk", disk_url=url)
+    store: Any = FileStore(str(me.folder / "meeting"), me.world_size)
+    meeting = Rendezvous(num_engine_ranks=0, num_trainer_ranks=me.world_size, store=store)
+    writer = DiskWriter(attach(tiny, settings), meeting, me.rank, settings)
+    norm = tiny.chunks[0].module.decoder.final_layernorm.weight.detach()
+    norm.view(torch.int16)[3] += me.rank
+    heard = logging.handlers.BufferingHandler(1000)
+    logging.getLogger("awex_delta.protocol.replicas").addHandler(heard)
+    writer.update_weights(0)
+    writer.close()
+    logging.getLogger("awex_delta.protocol.replicas").removeHandler(heard)
+    return [record.getMessage() for record in heard.buffer], norm.clone()
+
+
+def test_a_norm_that_drifted_between_tensor_parallel_ranks(tmp_path: Path) -> None:
+    ranks = run_ranks(check_drift, 2, str(tmp_path))
+    (warning,) = ranks[0][0]
+    assert "1 tensors that should be equal: model.norm.weight (trainer ranks 0, 1)" in warning
+    assert ranks[1][0] == []
+    written = [load_file(path) for path in (tmp_path / "weight_v000000").glob("model*.safetensors")]
+    (norm,) = [file["model.norm.weight"] for file in written if "model.norm.weight" in file]
+    assert norm.equal(ranks[zlib.crc32(b"model.norm.weight") % 2][1])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -155,3 +155,14 @@ def test_an_average_of_masters_that_are_away() -> None:
         for name in SHAPES:
             assert shadow.tensor(f"0/{name}").equal(view.tensor(f"0/{name}"))
         shadow._version = None
+
+
+def test_an_average_in_inference_mode_goes_on_outside_of_it() -> None:
+    view = TorchAdamWTrainer.create(SHAPES, lr=1e-5, buffers={BIAS: (4,)})
+    with torch.inference_mode():
+        shadow = EmaShadow(view, alpha=1.0)
+        shadow.average(1)
+    view.train_step()
+    shadow.average(2)
+    for name in SHAPES:
+        assert shadow.tensor(f"0/{name}").equal(view.tensor(f"0/{name}"))

@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 import torch
 
+from awex_delta.errors import VerificationError
 from awex_delta.lines.storages import bits
 from awex_delta.protocol.verdict import Kind
 from awex_delta.testing.dict_engine import DictEngine
 from awex_delta.trainers.torch_adamw import TorchAdamWTrainer
 from awex_delta.trainers.view import TrainerLayout, WeightInfo
 from tests.pairing import EngineSeat, Pairing
-from tests.ranks.conftest import BIAS, DOWN, EMBED, NORM, Q_PROJ, SETTINGS, SHAPES, train
+from tests.ranks.conftest import BIAS, DOWN, EMBED, NORM, Q_PROJ, SETTINGS, SHAPES, train, wrong
 from tests.ranks.disk import Engine, Trainers
 
 Make = Callable[..., Pairing]
@@ -124,6 +125,28 @@ def test_owners_in_parts_that_drifted_are_named(make: Make, caplog: pytest.LogCa
     assert f"{BIAS} (trainer ranks 0, 1)" in caplog.text
     first, second, whole = [held(engine)[BIAS] for engine in pairing.engines]
     assert first == second == whole
+
+
+def test_a_source_that_differs_from_its_owners_is_no_version(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    pairing = make()
+    train(pairing)
+    source = pairing.trainers[zlib.crc32(EMBED.encode()) % 2]
+    assert isinstance(source, TorchAdamWTrainer)
+    # Each rank owns a half; the source alone holds another value in the half of the other one.
+    other = -1 if source._dp_rank == 0 else 0
+    weight = source._weights[f"0/{EMBED}"].view(-1)
+    weight.view(torch.int16)[other] += 1
+    with caplog.at_level(logging.WARNING):
+        outcomes = pairing.update(0)
+    assert all(isinstance(outcome, VerificationError) and EMBED in str(outcome) for outcome in outcomes)
+    assert f"{EMBED} (trainer ranks 0, 1)" in caplog.text
+    train(pairing)  # gathers the parameters, as a distributed optimizer does
+    caplog.clear()
+    pairing.commit(0)
+    assert wrong(pairing) == [{}, {}, {}]
+    assert "different bits" not in caplog.text
 
 
 def test_a_folder_is_written_from_one_source(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
