@@ -247,8 +247,9 @@ class _Store:
             self._fs.rm_file(path)
 
     def remove_folder(self, path: str) -> None:
+        disk.remove_each(self.remove, [f"{path}/{name}" for name in self.names(path)])
         with suppress(FileNotFoundError), self._calling("removed", path):
-            self._fs.rm(path, recursive=True)
+            self._fs.rm(path, recursive=True)  # the folder itself, if the store has any
 
     def free_bytes(self, path: str) -> None:
         """Nobody can tell."""
