@@ -78,7 +78,7 @@ def calling(done: str, path: str | Path) -> Iterator[None]:
 
 def exists(path: str | Path) -> bool:
     """Whether anything is there that this process can see."""
-    return os.access(path, os.F_OK, follow_symlinks=False)
+    return os.path.lexists(path)
 
 
 def make_folder(path: str | Path) -> None:
@@ -136,16 +136,21 @@ def remove(path: str | Path) -> None:
         Path(path).unlink()
 
 
-def remove_folder(path: str | Path) -> None:
-    """Remove a folder and the files in it. What is stuck keeps nothing else; raises what came first."""
+def remove_each(remove: Callable[[str], None], paths: Iterable[str]) -> None:
+    """Remove some files. What is stuck keeps nothing else; raises what came first."""
     failed = []
-    for name in names(path):
+    for path in paths:
         try:
-            remove(Path(path) / name)
+            remove(path)
         except DiskError as error:
             failed.append(error)
     if failed:
         raise failed[0]
+
+
+def remove_folder(path: str | Path) -> None:
+    """Remove a folder and the files in it, as `remove_each` does."""
+    remove_each(remove, [f"{path}/{name}" for name in names(path)])
     with suppress(FileNotFoundError), calling("removed", path):
         Path(path).rmdir()
 
@@ -162,7 +167,7 @@ def sync_folder(path: str | Path) -> None:
 
 def free_bytes(path: str | Path) -> int | None:
     """Room for this user on the file system of a path that need not exist; None if it cannot be told."""
-    there = next((one for one in (Path(path), *Path(path).parents) if exists(one)), Path())
+    there = next((one for one in (Path(path), *Path(path).parents) if exists(one)), path)
     with suppress(FileNotFoundError), calling("measured", path):
         found = os.statvfs(there)
         return found.f_bavail * found.f_frsize if found.f_blocks else None

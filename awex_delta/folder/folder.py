@@ -9,7 +9,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, Protocol
 
 import fsspec
 from fsspec.implementations.cached import CachingFileSystem
@@ -70,7 +70,7 @@ class Folder:
         self._root = root.rstrip("/")
         kinds = {fs.protocol} if isinstance(fs.protocol, str) else set(fs.protocol)
         self._renames = not kinds & _WHOLE_OBJECTS
-        self._files: Any = disk if "file" in kinds else _Store(fs, url, discards=not self._renames)
+        self._files: _Files = disk if "file" in kinds else _Store(fs, url, discards=not self._renames)
 
     def put(self, name: str, chunks: Iterable[Any], step: Step = ignore_step) -> None:
         """Write a file that readers see whole or not at all; an older one of that name is replaced.
@@ -95,7 +95,7 @@ class Folder:
 
     def read(self, name: str, start: int | None = None, stop: int | None = None) -> bytes:
         """The bytes [start, stop) of a file, or all. Raises FileNotFoundError where there is none."""
-        return bytes(self._files.read(self._path(name), start, stop))
+        return self._files.read(self._path(name), start, stop)
 
     def versions(self) -> list[int]:
         """Versions that have a folder, ascending. Those without an `INDEX` do not exist yet, or any more."""
@@ -104,16 +104,15 @@ class Folder:
 
     def exists(self) -> bool:
         """Whether anything is at the URL; of an object store's folder, whether any object is in it."""
-        return bool(self._files.exists(self._path("")))
+        return self._files.exists(self._path(""))
 
     def names(self, folder: str) -> list[str]:
         """Names in a folder, sorted; none where there is no such folder."""
-        return list(self._files.names(self._path(folder)))
+        return self._files.names(self._path(folder))
 
     def free_bytes(self) -> int | None:
         """Room that is left; None where nobody can tell, as of an object store."""
-        found: int | None = self._files.free_bytes(self._path(""))
-        return found
+        return self._files.free_bytes(self._path(""))
 
     def rename(self, old: str, new: str) -> None:
         """Give a file another name."""
@@ -193,11 +192,21 @@ def told() -> Iterator[None]:
         logger.warning("%s", error)
 
 
-class _Store:
-    """Files behind fsspec, by the names that `awex_delta.disk` has for those of this machine.
+class _Files(Protocol):
+    """What `awex_delta.disk` does for files of this machine, and `_Store` for those of a store."""
 
-    Whatever error of its own a store's library raises arrives as a DiskError.
-    """
+    def write(self, path: str, chunks: Iterable[Any], on_sync: Callable[[], None]) -> None: ...
+    def read(self, path: str, start: int | None, stop: int | None) -> bytes: ...
+    def names(self, path: str) -> list[str]: ...
+    def exists(self, path: str) -> bool: ...
+    def rename(self, old: str, new: str) -> None: ...
+    def remove(self, path: str) -> None: ...
+    def remove_folder(self, path: str) -> None: ...
+    def free_bytes(self, path: str) -> int | None: ...
+
+
+class _Store:
+    """Files behind fsspec. Whatever error of its own a store's library raises arrives as a DiskError."""
 
     def __init__(self, fs: Any, url: str, *, discards: bool) -> None:
         """discards: an upload that was not completed leaves nothing, if it is not completed after all."""
@@ -247,8 +256,9 @@ class _Store:
             self._fs.rm_file(path)
 
     def remove_folder(self, path: str) -> None:
+        disk.remove_each(self.remove, [f"{path}/{name}" for name in self.names(path)])
         with suppress(FileNotFoundError), self._calling("removed", path):
-            self._fs.rm(path, recursive=True)
+            self._fs.rm(path, recursive=True)  # the folder itself, if the store has any
 
     def free_bytes(self, path: str) -> None:
         """Nobody can tell."""

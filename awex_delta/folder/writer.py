@@ -120,7 +120,7 @@ class DiskWriter(TrainerEnd):
         self._folder = folder
         self._is_ours = False  # no other release has written there
         self._codecs = codecs_for(settings.encoding)  # who reads is not known, so none that `auto` may add
-        self._planned: FolderPlan | None = None  # what all trainers together write, as of the last connect
+        self._met: FolderPlan  # what all trainers together write, as of the last connect
         self._tables: dict[int, _Table] = {}  # by line
         # A process that ends waits for this thread, so that no version is lost.
         self._background = ThreadPoolExecutor(max_workers=1)
@@ -229,15 +229,8 @@ class DiskWriter(TrainerEnd):
 
     def _plan_folder(self, world: World) -> Plan:
         """This rank's lines to the folder."""
-        self._planned, self._tables = plan_folder(world, self._rank), {}
-        return self._planned.plan
-
-    @property
-    def _met(self) -> FolderPlan:
-        """The plan, once connected."""
-        if self._planned is None:
-            raise RuntimeError("not connected")
-        return self._planned
+        self._met, self._tables = plan_folder(world, self._rank), {}
+        return self._met.plan
 
     def _detect(self, version: int) -> Detection:
         """As of every trainer; a folder of full versions gets no deltas."""

@@ -6,12 +6,14 @@ import errno
 import logging
 import os
 import shutil
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from awex_delta.folder.chain import Catalogue
 from awex_delta.folder.folder import INDEX, Folder, version_name
@@ -80,6 +82,29 @@ def test_a_version_that_cannot_be_moved_away_stays_whole_until_it_can(
     assert engine.holds(trainers.history[1])
     trainers.write(5)
     assert whole(folder) == [5]
+
+
+def test_one_stuck_object_of_a_store_keeps_nothing_but_itself(
+    build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainers = build(
+        Trainers, f"memory://{uuid.uuid4().hex}", num_trainers=1, disk_kind="full", keep_anchors=1
+    )
+    real = MemoryFileSystem.rm_file
+
+    def busy(fs: MemoryFileSystem, path: str) -> None:
+        if path.endswith("weight_v000000/model-00001-of-00001.safetensors"):
+            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+        real(fs, path)
+
+    folder = Folder(trainers.url)
+    with monkeypatch.context() as patch:
+        patch.setattr(MemoryFileSystem, "rm_file", busy)
+        trainers.write(*range(12))
+        assert folder.versions() == [0, 11]
+        assert folder.names(version_name(0)) == ["model-00001-of-00001.safetensors"]
+    trainers.write(12)
+    assert folder.versions() == [12]
 
 
 @pytest.fixture(scope="module")
