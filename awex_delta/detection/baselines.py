@@ -7,12 +7,14 @@ have several, each at its own pace.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 from weakref import WeakSet
 
 from awex_delta.detection.accumulate import StepFollower
 from awex_delta.detection.one_step import OneStepBaseline
-from awex_delta.detection.slices import Detection, OwnedSlices, Watched
+from awex_delta.detection.optimizers import SteppedParams
+from awex_delta.detection.slices import Detection, OwnedSlices
 from awex_delta.detection.snapshot import SnapshotBaseline
 
 
@@ -36,7 +38,12 @@ class Baselines:
     """The baselines of one trainer rank."""
 
     def __init__(
-        self, owned_slices: OwnedSlices, watched: Watched, *, accumulate: bool, snapshot: bool = False
+        self,
+        owned_slices: OwnedSlices,
+        watched: Sequence[SteppedParams],
+        *,
+        accumulate: bool,
+        snapshot: bool = False,
     ) -> None:
         """Hook nothing yet.
 

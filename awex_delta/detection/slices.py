@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -70,6 +70,3 @@ class Detection:
 
 OwnedSlices = Callable[[], Iterable[OwnedSlice]]
 """The owned slices of a trainer, as they stand now, in the order of the trainer's line."""
-
-Watched = Mapping[torch.optim.Optimizer, Mapping[str, torch.Tensor]]
-"""By inner optimizer: key of the owned slice -> the tensor that it steps (the fp32 master)."""
