@@ -67,9 +67,7 @@ class TorchAdamWTrainer:
         self._weights = {param_key(name, 0): tensor for name, tensor in weights.items()}
         self._with_master = {param_key(name, 0) for name in masters}
         self._optimizer = optimizer
-        self._stepped = SteppedParams(
-            optimizer, self._find_stepped({param_key(name, 0): tensor for name, tensor in masters.items()})
-        )
+        self._stepped = SteppedParams(optimizer, self._find_stepped(masters))
         self._settings = settings
         self._dp_rank, self._dp_size = dp_rank, dp_size
         self._seed = seed
@@ -85,13 +83,9 @@ class TorchAdamWTrainer:
         )
         self._infos = tuple(self._info(name, tensor) for name, tensor in weights.items())
         self._owned = tuple(self._find_owned())
-        params = self._stepped.live()
-        watched = SteppedParams(
-            optimizer, {info.key: params[info.key] for info in self._infos if info.sparse}
-        )
         self._baselines = Baselines(
             self.owned_slices,
-            [watched] if settings.enabled else (),
+            [self._sparse()] if settings.enabled else (),
             accumulate=settings.accumulate,
             snapshot=settings.enabled and settings.method == "snapshot",
         )
@@ -285,14 +279,20 @@ class TorchAdamWTrainer:
                 part, weight = part_of(math.prod(info.shape), start, stop), self._weights[key]
                 yield info, begins[key] + start, part, weight
 
+    def _sparse(self) -> SteppedParams:
+        params = self._stepped.live()
+        return SteppedParams(
+            self._optimizer, {info.key: params[info.key] for info in self._infos if info.sparse}
+        )
+
     def _find_stepped(self, masters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         in_optimizer = {param for group in self._optimizer.param_groups for param in group["params"]}
         found: dict[str, torch.Tensor] = {}
         for key, weight in self._weights.items():
-            candidate = masters.get(key, weight)
+            candidate = masters.get(key.removeprefix("0/"), weight)
             if candidate in in_optimizer:
                 found[key] = candidate
-            elif weight.requires_grad or key in masters:
+            elif weight.requires_grad or key in self._with_master:
                 raise UnsupportedError(
                     f"{key.removeprefix('0/')} is trained, but the optimizer steps neither it nor a master "
                     f"of it: hand its fp32 master to the optimizer and in `masters`, or freeze it"
