@@ -240,6 +240,7 @@ class StepJournal:
                 counts = counts or _counts(stepped, live)
                 if not self._expects(key, counts[key]):
                     yield key, _COUNTER
+                    continue
             pairs = [(now[1], last[1])]
             if left is not None and record is not None:
                 pairs += zip(left, record.moments, strict=True)

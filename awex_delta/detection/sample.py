@@ -110,4 +110,5 @@ def _recorded(step: AdamWStep | None) -> str:
 
 def _is_readable(param: torch.Tensor) -> bool:
     end = (param.storage_offset() + param.numel()) * param.element_size()
-    return param.dtype is torch.float32 and param.untyped_storage().nbytes() >= end
+    present = param.is_contiguous() and param.untyped_storage().nbytes() >= end
+    return present and param.dtype is torch.float32

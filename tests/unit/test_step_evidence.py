@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from awex_delta.detection.sample import MasterSample
 from awex_delta.lines.bits import UNSTATED
 from awex_delta.protocol.verdict import Reason
 from awex_delta.settings.agreed import DeltaSettings
@@ -455,3 +456,43 @@ def test_many_masters_are_sampled_in_turn() -> None:
     assert engine.update() is Reason.STEP_DISPROVED
     trainer.train_step()
     assert engine.update() is Reason.NONE
+
+
+def test_masters_that_are_away_at_a_commit_are_passed_over() -> None:
+    sample = MasterSample()
+    kept = {str(place): main for place, main in enumerate(masters(trainer_of()))}
+    kept["transposed"] = torch.randn(4, 3).t()
+    kept["bf16"] = torch.randn(4).bfloat16()
+    kept["0"].data.untyped_storage().resize_(0)
+    sample.take(kept)
+    assert sample.keys() == {"1", "2"}
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_a_step_that_failed_and_was_repeated(monkeypatch: pytest.MonkeyPatch, accumulate: bool) -> None:
+    trainer = trainer_of(lambda params: adamw(params, foreach=True), accumulate=accumulate)
+    engine = Follower(trainer)
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no memory")
+
+    for _ in range(3):
+        with monkeypatch.context() as patched:
+            patched.setattr(torch, "_foreach_addcdiv_", fail)  # its counters moved, its masters only by decay
+            with pytest.raises(RuntimeError, match="no memory"):
+                trainer.train_step()
+        trainer.train_step()
+        assert engine.update() is Reason.STEP_GAP
+        trainer.train_step()
+        assert engine.update() is Reason.NONE
+
+
+def test_steps_in_inference_mode() -> None:
+    """What torch makes there counts no writes at all."""
+    trainer = trainer_of()
+    engine = Follower(trainer)
+    with torch.inference_mode():
+        for _ in range(4):
+            trainer.train_step()
+            assert engine.update() is Reason.NONE
+    assert engine.num_changed > 500
