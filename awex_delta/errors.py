@@ -14,7 +14,7 @@
     │   └── FrameOrderError    the bytes are whole and ours, but not the next ones
     │       ├── RepeatedFrameError  they came before
     │       └── MissingFrameError   some that belong before them did not come
-    ├── DriftError             an engine's live weights changed since they were committed
+    ├── DriftError             an engine's live weights are not the base of a delta
     └── UpdateError            an update did not commit; the next one is a full sync, but for WeightsAwayError
         ├── UpdateAborted      a rank reported a failure, all ranks gave the update up
         │   ├── VerificationError  an engine's live weights are not the trainer's
@@ -87,7 +87,7 @@ class MissingFrameError(FrameOrderError):
 
 
 class DriftError(AwexDeltaError):
-    """Live weights of an engine are not those of the version that it committed. Nothing was written."""
+    """Live weights of an engine are not those that the trainer takes for its base. Nothing was written."""
 
 
 class UpdateError(AwexDeltaError):

@@ -26,6 +26,7 @@ from awex_delta.detection.accumulate import AccumulatedBaseline
 from awex_delta.detection.adamw import AdamWStep, invert, old_weights
 from awex_delta.detection.capture import StepCapture
 from awex_delta.detection.invert import detect_changes
+from awex_delta.detection.optimizers import SteppedParams
 from awex_delta.detection.slices import Detection, OwnedSlice
 from awex_delta.detection.snapshot import SnapshotBaseline
 from benchmarks.digests import Digests, over_detect
@@ -215,7 +216,7 @@ def captured(training: Training, *, repeats: int) -> Method:
     """The same step again and again, with hooks that capture it, by an optimizer that does nothing else."""
     stepped = {owned.key: owned.main for owned in training.slices() if owned.main is not None}
     optimizer = torch.optim.SGD([training.main])
-    baseline = StepCapture(training.slices, {optimizer: stepped}).add()
+    baseline = StepCapture(training.slices, [SteppedParams(optimizer, stepped)]).add()
     after = training.weight.clone()
     in_step, in_update = list[float](), list[float]()
     for repeat in range(repeats + 2):

@@ -11,9 +11,10 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from awex_delta.detection.invert import detect_or_doubt, failed
-from awex_delta.detection.journal import StepJournal
+from awex_delta.detection.journal import StepJournal, is_capturing
+from awex_delta.detection.optimizers import SteppedParams
 from awex_delta.detection.pieces import Runs, ascending, nonzero, take
-from awex_delta.detection.slices import Detection, OwnedSlice, OwnedSlices, Watched
+from awex_delta.detection.slices import Detection, OwnedSlice, OwnedSlices
 from awex_delta.lines.bits import add_codes
 from awex_delta.lines.changes import Changes, joined
 from awex_delta.protocol.verdict import Reason
@@ -70,15 +71,15 @@ class StepFollower(Follower):
     masters have been rounded into the model's weights, and the moments are still those of the step.
     """
 
-    def __init__(self, owned_slices: OwnedSlices, watched: Watched) -> None:
+    def __init__(self, owned_slices: OwnedSlices, watched: Sequence[SteppedParams]) -> None:
         """Record every later step of the optimizers, and look at each before the next one begins."""
         super().__init__()
         self._owned_slices = owned_slices
         self._journal = StepJournal()
-        for optimizer, params in watched.items():
-            self._journal.watch(optimizer, params)
-            hook = partial(self._before_step, frozenset(params))
-            self._handles.append(optimizer.register_step_pre_hook(hook))
+        for stepped in watched:
+            self._journal.watch(stepped)
+            hook = partial(self._before_step, frozenset(stepped.live()))
+            self._handles.append(stepped.optimizer.register_step_pre_hook(hook))
 
     def look(self, *, without: AccumulatedBaseline | None = None) -> Sequence[OwnedSlice]:
         """Add the step that is over to the baselines that follow."""
@@ -92,12 +93,16 @@ class StepFollower(Follower):
         following = [one for one in self._baselines if one.follows and one is not without]
         if following:
             detection = detect_or_doubt(slices, self._journal.plan)
+            if detection.reason is Reason.NONE:
+                detection = self._journal.doubt(slices) or detection
             for baseline in following:
                 baseline.add(detection)
-        self._journal.commit({owned.key: owned.step for owned in slices})
+        self._journal.commit(None if keys is None else frozenset(keys))
         return slices
 
     def _before_step(self, keys: Collection[str], *_: Any) -> None:
+        if is_capturing():
+            return
         try:
             self._look(keys)
         except Exception as error:  # noqa: BLE001 - training goes on, and the next update is full

@@ -222,15 +222,9 @@ def old_weights(
         The old weight, bf16 [n], NaN where it is not certain; and int8 [n], 0 where that equals the weight,
         which is certainly unchanged then, else 1.
     """
-    root_scale, eps, update_scale, decay_scale, err_weight, err_update, err_floor, min_sq, max_sq = (
-        coefficients.unbind()
-    )
-    update = update_scale * (exp_avg / (exp_avg_sq.sqrt() * root_scale + eps))
-    move = update + decay_scale * main
-    error = err_weight * main.abs() + err_update * update.abs() + err_floor
-
-    low = (main + (move - error)).to(torch.bfloat16).float()
-    high = (main + (move + error)).to(torch.bfloat16).float()
+    min_sq, max_sq = coefficients[7:].unbind()
+    first, last = _old_masters(main, exp_avg, exp_avg_sq, coefficients)
+    low, high = first.to(torch.bfloat16).float(), last.to(torch.bfloat16).float()
     now = weight.float()
     certain = (
         (low == high)  # never -0.0 and 0.0: they are farther apart than the smallest numbers
@@ -241,6 +235,42 @@ def old_weights(
     )
     old = torch.where(certain, low, math.nan)
     return old.to(torch.bfloat16), (old != now).to(torch.int32).to(torch.int8)
+
+
+def disproved(
+    main: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    before: torch.Tensor,
+    coefficients: torch.Tensor,
+) -> torch.Tensor:
+    """Mark the masters that the recorded step cannot have brought from `before` to `main`.
+
+    Args:
+        main, exp_avg, exp_avg_sq: fp32 [n], after the step.
+        before: fp32 [n], the masters before it.
+        coefficients: fp32 [9], of `Inversion.coefficients`.
+
+    Returns:
+        bool [n]. Elements for which there is no bound are not marked.
+    """
+    min_sq, max_sq = coefficients[7:].unbind()
+    low, high = _old_masters(main, exp_avg, exp_avg_sq, coefficients)
+    bounded = (exp_avg_sq >= min_sq) & (exp_avg_sq <= max_sq) & (main.abs() <= _LARGEST)
+    return bounded & ((before < low) | (before > high))
+
+
+def _old_masters(
+    main: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, coefficients: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The interval that holds the masters before the step: fp32 [n] twice."""
+    root_scale, eps, update_scale, decay_scale, err_weight, err_update, err_floor, _, _ = (
+        coefficients.unbind()
+    )
+    update = update_scale * (exp_avg / (exp_avg_sq.sqrt() * root_scale + eps))
+    move = update + decay_scale * main
+    error = err_weight * main.abs() + err_update * update.abs() + err_floor
+    return main + (move - error), main + (move + error)
 
 
 def examine(state: State, *, zeros_stay: bool) -> Examination:

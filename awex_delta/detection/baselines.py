@@ -7,13 +7,15 @@ have several, each at its own pace.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 from weakref import WeakSet
 
 from awex_delta.detection.accumulate import Follower, StepFollower
 from awex_delta.detection.capture import StepCapture
 from awex_delta.detection.one_step import OneStepBaseline
-from awex_delta.detection.slices import Detection, OwnedSlices, Watched
+from awex_delta.detection.optimizers import SteppedParams
+from awex_delta.detection.slices import Detection, OwnedSlices
 from awex_delta.detection.snapshot import SnapshotBaseline
 from awex_delta.settings.agreed import DeltaSettings
 
@@ -37,7 +39,9 @@ class Baseline(Protocol):
 class Baselines:
     """The baselines of one trainer rank."""
 
-    def __init__(self, owned_slices: OwnedSlices, watched: Watched, settings: DeltaSettings) -> None:
+    def __init__(
+        self, owned_slices: OwnedSlices, watched: Sequence[SteppedParams], settings: DeltaSettings
+    ) -> None:
         """Hook what `settings` say has to be followed at every step, and nothing else yet.
 
         Args:

@@ -23,8 +23,9 @@ import torch
 
 from awex_delta.detection.accumulate import AccumulatedBaseline, Follower
 from awex_delta.detection.invert import failed
+from awex_delta.detection.optimizers import SteppedParams
 from awex_delta.detection.pieces import Piece, Runs, Scratch, in_order, nonzero, pieces
-from awex_delta.detection.slices import Detection, OwnedSlice, OwnedSlices, Watched, bf16_slices
+from awex_delta.detection.slices import Detection, OwnedSlice, OwnedSlices, bf16_slices
 from awex_delta.lines.bits import step_code
 from awex_delta.lines.changes import Changes
 from awex_delta.protocol.verdict import Reason
@@ -63,7 +64,7 @@ class _Seal:
 class StepCapture(Follower):
     """Compares old and new weights at every step, and adds what changed to each of its baselines."""
 
-    def __init__(self, owned_slices: OwnedSlices, watched: Watched) -> None:
+    def __init__(self, owned_slices: OwnedSlices, watched: Sequence[SteppedParams]) -> None:
         """Look at every later step of the optimizers.
 
         Args:
@@ -72,11 +73,11 @@ class StepCapture(Follower):
         """
         super().__init__()
         self._owned_slices = owned_slices
-        self._watched = watched
+        self._watched = {stepped.optimizer: stepped for stepped in watched}
         self._seals: dict[torch.optim.Optimizer, _Seal] = {}
         self._held: dict[torch.optim.Optimizer, list[torch.Tensor]] = {}  # only while it steps
         self._scratch, self._words = Scratch(), _Words()
-        for optimizer in watched:
+        for optimizer in self._watched:
             self._handles += [
                 optimizer.register_step_pre_hook(partial(self._guarded, self._before)),
                 optimizer.register_step_post_hook(partial(self._guarded, self._after)),
@@ -92,10 +93,10 @@ class StepCapture(Follower):
             The slices, as they stand now.
         """
         slices = bf16_slices(self._owned_slices())
-        for optimizer, params in self._watched.items():
+        for optimizer, stepped in self._watched.items():
             expected = self._seals.pop(optimizer, None)  # of no use if anything below fails
             with torch.no_grad():
-                cut = _cut(slices, params)
+                cut = _cut(slices, stepped.live())
                 now = _Seal.of(cut, [self._words.sum(self._weights(piece)) for piece in cut])
             self._seals[optimizer] = now
             unseen = "" if expected is None else expected.broken_by(now)
@@ -110,19 +111,19 @@ class StepCapture(Follower):
             return
         try:
             with torch.no_grad():
-                hook(optimizer, _cut(bf16_slices(self._owned_slices()), self._watched[optimizer]))
+                hook(optimizer, _cut(bf16_slices(self._owned_slices()), self._watched[optimizer].live()))
         except Exception as error:  # noqa: BLE001 - training goes on, and the next update is full
             self._seals.pop(optimizer, None)
             self._tell(failed(error))
 
     def _before(self, optimizer: torch.optim.Optimizer, cut: Sequence[Piece]) -> None:
         """Keep the weights that the step itself will overwrite, until it is over."""
-        params = self._watched[optimizer]
+        params = self._watched[optimizer].live()
         own = [piece for piece in cut if not _is_apart(piece.slices[0], params)]
         self._held[optimizer] = [self._weights(piece).clone() for piece in own]
 
     def _after(self, optimizer: torch.optim.Optimizer, cut: Sequence[Piece]) -> None:
-        params, held = self._watched[optimizer], iter(self._held.pop(optimizer, ()))
+        params, held = self._watched[optimizer].live(), iter(self._held.pop(optimizer, ()))
         sums, moves, parts = list[torch.Tensor](), list[torch.Tensor](), list[tuple[Piece, Changes]]()
         for piece in cut:
             if _is_apart(piece.slices[0], params):

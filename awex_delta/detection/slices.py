@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -111,7 +111,3 @@ def bf16_slices(slices: Iterable[OwnedSlice]) -> list[OwnedSlice]:
                 f"{owned.key}: only bits of bf16 are compared, not of {owned.weight.dtype}"
             )
     return filled
-
-
-Watched = Mapping[torch.optim.Optimizer, Mapping[str, torch.Tensor]]
-"""By inner optimizer: key of the owned slice -> the tensor that it steps (the fp32 master)."""

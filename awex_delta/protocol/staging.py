@@ -132,7 +132,8 @@ class Staging:
         self.has_drifted = True
         raise DriftError(
             f"live weights are not those of version {self._decision.base} any more, in one or more of: "
-            f"{self._name(pair, changes.pos)}. Something else wrote to them; the next update is a full sync"
+            f"{self._name(pair, changes.pos)}. Something else wrote to them, or the trainer did not step as "
+            f"it recorded; the next update is a full sync"
         )
 
 

@@ -14,7 +14,7 @@ from awex.sharding.rank_info import RankInfo
 from megatron.core.distributed import DistributedDataParallel
 
 from awex_delta.detection.baselines import Baselines
-from awex_delta.detection.optimizers import moments, part_of, step_counts
+from awex_delta.detection.optimizers import SteppedParams, moments, part_of, step_counts
 from awex_delta.detection.slices import Detection, OwnedSlice, param_key
 from awex_delta.errors import UnsupportedError
 from awex_delta.protocol.verdict import Reason
@@ -160,15 +160,15 @@ class MegatronTrainer:
 
     def owned_slices(self) -> list[OwnedSlice]:
         """The ranges whose optimizer state this rank holds."""
-        steps = self._current_steps()
+        live, steps = self._live_with_steps()
         return [
             live_slice(
                 info,
                 begin,
                 steps[info.key],
                 weight=weight,
-                main=part.main,
-                moments=moments(part.optimizer, part.stepped),
+                main=live[info.key] if part.has_master else None,
+                moments=moments(part.optimizer, live[info.key]),
                 in_weight=within,
                 in_state=None,
             )
@@ -224,8 +224,8 @@ class MegatronTrainer:
     def weights_replaced(self) -> None:
         """Tell that master weights were changed by something else than an optimizer step.
 
-        `reload_model_params` does so without leaving a trace in the optimizer; loading an optimizer
-        state is seen without this call. The next update is a full sync.
+        `reload_model_params` does so without leaving a trace in the optimizer: only a sample of the masters
+        shows it. Loading an optimizer state is seen without this call. The next update is a full sync.
         """
         self._baselines.weights_replaced()
 
@@ -270,17 +270,21 @@ class MegatronTrainer:
             within = part_of(weight.numel(), part.start, part.stop)
             yield self._infos[key], begins[key] + part.start, within, weight, part
 
-    def _current_steps(self) -> dict[str, int]:
+    def _live_with_steps(self) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
+        """What the optimizers step now, and their counters, by key."""
+        live: dict[str, torch.Tensor] = {}
         steps: dict[str, int] = {}
-        for optimizer, stepped in self._watched.items():
-            steps.update(zip(stepped, step_counts(optimizer, list(stepped.values())), strict=True))
-        return steps
+        for stepped in self._watched:
+            params = stepped.live()
+            live.update(params)
+            steps.update(zip(params, step_counts(stepped.optimizer, list(params.values())), strict=True))
+        return live, steps
 
-    def _stepped_by_optimizer(self) -> dict[torch.optim.Optimizer, dict[str, torch.Tensor]]:
-        stepped: dict[torch.optim.Optimizer, dict[str, torch.Tensor]] = {}
+    def _stepped_by_optimizer(self) -> list[SteppedParams]:
+        by_optimizer: dict[torch.optim.Optimizer, dict[str, torch.Tensor]] = {}
         for key, part in self._parts.items():
-            stepped.setdefault(part.optimizer, {})[key] = part.stepped
-        return stepped
+            by_optimizer.setdefault(part.optimizer, {})[key] = part.stepped
+        return [SteppedParams(optimizer, params) for optimizer, params in by_optimizer.items()]
 
     def _read_weights(self, shards: Sequence[Shard]) -> None:
         shard_of = {shard.param: shard for shard in shards}

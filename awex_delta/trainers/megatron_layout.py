@@ -38,15 +38,15 @@ class OwnedPart:
 
     optimizer: the inner `torch.optim.Optimizer`.
     start, stop: flat range in the parameter.
-    stepped: the flat tensor that `optimizer` steps for that range.
-    main: the fp32 master of that range; None where the optimizer keeps none.
+    stepped: the flat tensor that `optimizer` steps for that range; the fp32 master if there is one.
+    has_master: False where the optimizer keeps no fp32 master.
     """
 
     optimizer: torch.optim.Optimizer
     start: int
     stop: int
     stepped: torch.Tensor
-    main: torch.Tensor | None
+    has_master: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,7 +250,11 @@ def _distributed_shards(part: Any) -> Iterator[Shard]:
     for param, stepped, main in _distributed_masters(part):
         span = spans[param]
         owned[param] = OwnedPart(
-            optimizer=part.optimizer, start=span.start, stop=span.end, stepped=stepped, main=main
+            optimizer=part.optimizer,
+            start=span.start,
+            stop=span.end,
+            stepped=stepped,
+            has_master=main is not None,
         )
     group = part.data_parallel_group
     owners = tuple(sorted(dist.get_process_group_ranks(group)))
@@ -287,6 +291,10 @@ def _replicated_shards(part: Any) -> Iterator[Shard]:
 def _whole(optimizer: torch.optim.Optimizer, param: torch.nn.Parameter, main: torch.Tensor | None) -> Shard:
     # Every data-parallel rank steps all of it, so that any one of them can send it alone.
     part = OwnedPart(
-        optimizer=optimizer, start=0, stop=param.numel(), stepped=param if main is None else main, main=main
+        optimizer=optimizer,
+        start=0,
+        stop=param.numel(),
+        stepped=param if main is None else main,
+        has_master=main is not None,
     )
     return Shard(param=param, owners=(dist.get_rank(),), part=part, late=False, group=None)

@@ -84,7 +84,7 @@ def test_state_of_one_rank(make: Make, name: str, accumulate: bool) -> None:
         pairing.commit(version)
     train(pairing)
     owner = trainer(pairing, 1)
-    master = owner._masters[f"0/{EMBED}"]
+    master = owner._stepped.live()[f"0/{EMBED}"]
     tensor = master if name == "main" else owner.optimizer.state[master][name]
     with freed(tensor):
         stats = pairing.commit(2)
@@ -105,7 +105,7 @@ def test_state_that_went_between_the_proposal_and_the_commit(make: Make) -> None
     pairing.commit(0)
     train(pairing)
     owner = trainer(pairing, 1)
-    state = owner.optimizer.state[owner._masters[f"0/{EMBED}"]]
+    state = owner.optimizer.state[owner._stepped.live()[f"0/{EMBED}"]]
     sound = owner.detect
 
     def detect_and_lose() -> object:
@@ -131,7 +131,10 @@ def test_a_state_under_another_tensor(make: Make) -> None:
         train(pairing)
         pairing.commit(version)
     for rank in range(2):
-        optimizer, master = trainer(pairing, rank).optimizer, trainer(pairing, rank)._masters[f"0/{EMBED}"]
+        optimizer, master = (
+            trainer(pairing, rank).optimizer,
+            trainer(pairing, rank)._stepped.live()[f"0/{EMBED}"],
+        )
         optimizer.state[torch.zeros(3)] = optimizer.state.pop(master)
     train(pairing)
     stats = pairing.commit(2)
@@ -141,11 +144,14 @@ def test_a_state_under_another_tensor(make: Make) -> None:
 
 def test_an_average_of_masters_that_are_away() -> None:
     view = TorchAdamWTrainer.create(SHAPES, lr=1e-5, buffers={BIAS: (4,)})
-    with freed(view._masters[f"0/{EMBED}"]), pytest.raises(UnsupportedError, match=f"{EMBED}: main: .*freed"):
+    with (
+        freed(view._stepped.live()[f"0/{EMBED}"]),
+        pytest.raises(UnsupportedError, match=f"{EMBED}: main: .*freed"),
+    ):
         EmaShadow(view, alpha=0.5)
     shadow = EmaShadow(view, alpha=1.0)
     for key, tensor in (
-        (f"0/{EMBED}", view._masters[f"0/{EMBED}"]),
+        (f"0/{EMBED}", view._stepped.live()[f"0/{EMBED}"]),
         (f"0/{BIAS}", view._weights[f"0/{BIAS}"]),
     ):
         view.train_step()

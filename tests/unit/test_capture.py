@@ -122,7 +122,7 @@ def swapped(trainer: TorchAdamWTrainer) -> None:
 
 def replayed(trainer: TorchAdamWTrainer) -> None:
     """As a CUDA graph would: masters and weights move, and no hook is called."""
-    for key, master in trainer._masters.items():
+    for key, master in trainer._stepped.live().items():
         master.data.mul_(1.5)
         trainer.tensor(key).copy_(master.data)
 
@@ -167,7 +167,7 @@ def test_masters_that_are_replaced_and_states_that_are_reset_are_exact_all_the_s
     trainer.train_step()
     trainer.committed()
     truth = Truth(trainer)
-    for master in trainer._masters.values():
+    for master in trainer._stepped.live().values():
         master.data.add_(1e-3)  # as `reload_model_params` from another checkpoint would
     trainer.optimizer.state.clear()
     trainer.train_step()
