@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 import time
@@ -14,6 +13,7 @@ from typing import Any, Protocol
 import fsspec
 from fsspec.implementations.cached import CachingFileSystem
 from fsspec.spec import AbstractBufferedFile
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from awex_delta import disk
 from awex_delta.errors import ConfigError, DiskError
@@ -157,8 +157,8 @@ class Folder:
 
     def lease(self, holder: str, oldest: int, seconds: float) -> None:
         """Keep every version from `oldest` on for the next `seconds`."""
-        text = json.dumps({"oldest": oldest, "until": time.time() + seconds})
-        self.put(f"{_LEASES}/{holder}.json", [text.encode()])
+        lease = _Lease(oldest=oldest, until=time.time() + seconds)
+        self.put(f"{_LEASES}/{holder}.json", [lease.model_dump_json().encode()])
 
     def release(self, holder: str) -> None:
         """End a lease."""
@@ -171,16 +171,25 @@ class Folder:
             if not name.endswith(".json"):
                 continue
             # One that cannot be read keeps nothing: its reader notices, and works around what goes.
-            with told(), suppress(FileNotFoundError, ValueError, KeyError, TypeError):
-                lease = json.loads(self.read(f"{_LEASES}/{name}"))
-                if float(lease["until"]) > time.time():
-                    held.append(int(lease["oldest"]))
+            with told(), suppress(FileNotFoundError, ValidationError):
+                lease = _Lease.model_validate_json(self.read(f"{_LEASES}/{name}"))
+                if lease.until > time.time():
+                    held.append(lease.oldest)
                 else:
                     self.remove(f"{_LEASES}/{name}")
         return min(held, default=None)
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}".rstrip("/") or "/"
+
+
+class _Lease(BaseModel):
+    """Somebody reads versions from `oldest` on. until: seconds since 1970."""
+
+    model_config = ConfigDict(frozen=True)
+
+    oldest: int
+    until: float
 
 
 @contextmanager

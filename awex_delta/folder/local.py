@@ -139,4 +139,7 @@ def empty_shards(anchor: Manifest) -> Iterator[tuple[str, Tensors]]:
     """Room for the tensors of a full version, one file after the other."""
     by_file = attrgetter("file")
     for file, entries in groupby(sorted(anchor.tensors, key=by_file), by_file):
-        yield file, {one.name: torch.empty(one.shape, dtype=WIRE_DTYPES[one.dtype]) for one in entries}
+        yield (
+            file,
+            {one.name: torch.empty(one.shape, dtype=WIRE_DTYPES[one.dtype], device="cpu") for one in entries},
+        )

@@ -192,8 +192,8 @@ class Journal:
     def _redo(self, commit: _Commit, on_write: Callable[[int], None]) -> None:
         index = self._get(commit.index)
         marker = parse_marker(index)
-        if marker is None:
-            raise DamagedBaseError("the index to come is none")
+        if marker is None or not marker.shards.keys() >= {shard.name for shard in commit.shards}:
+            raise DamagedBaseError("the index to come is none of these shards")
         held = read_marker(self._folder)
         if held is not None and held.id == marker.id:
             return  # killed after the last step
