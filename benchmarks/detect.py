@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from awex_delta.detection.adamw import AdamWStep, invert, old_weights
+from awex_delta.detection.adamw import AdamWStep, codes, invert
 from awex_delta.detection.invert import detect_changes
 from awex_delta.detection.slices import Detection, OwnedSlice
 from awex_delta.detection.snapshot import SnapshotBaseline
@@ -108,10 +108,9 @@ def reconstruct_cast_compare(training: Training) -> torch.Tensor:
 def reconstruct_with_bound(training: Training) -> torch.Tensor:
     """The same, but certified: the product's expression, eager and over the whole tensor."""
     coefficients = invert(STEP).coefficients(training.main.device)
-    _, differs = old_weights(
+    return codes(
         training.main, training.exp_avg, training.exp_avg_sq, training.weight, coefficients
-    )
-    return differs.nonzero()
+    ).nonzero()
 
 
 def snapshot(training: Training) -> SnapshotBaseline:
