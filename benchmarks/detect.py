@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 
 from awex_delta.detection.accumulate import AccumulatedBaseline
-from awex_delta.detection.adamw import AdamWStep, invert, old_weights
+from awex_delta.detection.adamw import AdamWStep, codes, invert
 from awex_delta.detection.capture import StepCapture
 from awex_delta.detection.invert import detect_changes
 from awex_delta.detection.optimizers import SteppedParams
@@ -116,10 +116,9 @@ def reconstruct_cast_compare(training: Training) -> torch.Tensor:
 def reconstruct_with_bound(training: Training) -> torch.Tensor:
     """The same, but certified: the product's expression, eager and over the whole tensor."""
     coefficients = invert(STEP).coefficients(training.main.device)
-    _, differs = old_weights(
+    return codes(
         training.main, training.exp_avg, training.exp_avg_sq, training.weight, coefficients
-    )
-    return differs.nonzero()
+    ).nonzero()
 
 
 def snapshot(training: Training) -> SnapshotBaseline:
