@@ -10,6 +10,7 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from awex_delta.errors import LayoutError
+from awex_delta.garbage import uncollected
 
 _MAX_NAMED = 8  # tensors that a message names
 _Places = list[tuple[Any, ...]]  # of each tensor its name, where it lies, and how it looks
@@ -205,6 +206,7 @@ class Bound:
         self.parts: tuple[EngineTensor, ...] = ()
         self.moved = ""
 
+    @uncollected()
     def look(self) -> bool:
         """Bind what the engine computes with now, if it is not what is bound. Returns whether it was not.
 
