@@ -66,7 +66,7 @@ class Comm:
         """
         self.rendezvous = rendezvous
         self.seat = seat
-        self._me = rendezvous.place(seat)
+        self.me = rendezvous.place(seat)
         self.epoch = -1
         self.purpose = "connect"
         self.trace: list[str] = []
@@ -78,6 +78,11 @@ class Comm:
         self._store: BoundedStore | None = None
         self._group: Any = None  # a backend of torch.distributed, whose methods have no types
         self._weights_group: Any = None
+
+    @property
+    def is_connected(self) -> bool:
+        """False once the epoch was left."""
+        return self._group is not None
 
     def begin(self, purpose: str) -> bool:
         """Begin a purpose, such as "version 7", in the current epoch; False if `connect` is due.
@@ -92,14 +97,14 @@ class Comm:
         store = self._open_store()
         current = store.epoch()
         if current == self.epoch:
-            return self._group is not None
-        was_connected, self.epoch = self._group is not None, current
+            return self.is_connected
+        was_connected, self.epoch = self.is_connected, current
         self._leave()
         given_up, _, rest = (store.find(f"{current}/cause") or "").partition("\n")
         seat, _, who = rest.partition("\n")
         # Only once: a rank that is told again each time, while another waits, would never meet it.
         if was_connected and given_up == purpose and store.find(f"{current}/seat/{seat}") is None:
-            raise PeerError(f"{self._me}: {purpose} was given up by {who} before this rank began it")
+            raise PeerError(f"{self.me}: {purpose} was given up by {who} before this rank began it")
         return False
 
     def absent_engines(self) -> tuple[int, ...]:
@@ -108,7 +113,7 @@ class Comm:
         """
         store = self._open_store()
         epoch = store.epoch()
-        if self._group is not None and epoch == self.epoch:
+        if self.is_connected and epoch == self.epoch:
             return ()
         engines = range(self.rendezvous.num_engine_ranks)
         return tuple(rank for rank in engines if store.find(f"{epoch}/seat/{rank}") is None)
@@ -137,9 +142,10 @@ class Comm:
             self._group._set_default_timeout(self._timeout)  # noqa: SLF001 - torch has no public name for it
             if self._device.type == "cuda":
                 self._weights_group = self._new_group("nccl")
-                # NCCL connects all ranks in the first operation, in which all have to take part.
                 one = torch.zeros(1, dtype=torch.float32, device=self._device)
-                self._weights_group.allreduce([one]).wait()
+                self._weights_group.allreduce(
+                    [one]
+                ).wait()  # NCCL connects in the first operation of all ranks
             self.has_met = True
         except Exception as error:  # whatever torch raises: not all ranks are here
             seats = range(self.rendezvous.world_size)
@@ -148,7 +154,7 @@ class Comm:
             self.abandon()
             waited = self._connect_timeout.total_seconds()
             raise ConnectError(
-                f"{self._me}: {self.rendezvous.name_seats(missing)} did not arrive within {waited:g} s "
+                f"{self.me}: {self.rendezvous.name_seats(missing)} did not arrive within {waited:g} s "
                 f"(is enable_delta_weight_update on on both sides?): {first_line(error)}"
             ) from error
 
@@ -157,7 +163,7 @@ class Comm:
 
         Peers that wait in the group fail at once.
         """
-        if self._store is not None and not self._store.broken and self._group is not None:
+        if self._store is not None and not self._store.broken and self.is_connected:
             with suppress(PeerError, ConnectError):  # a store that is gone cannot be told
                 self._open_epoch_after(self.epoch, self.purpose)
         self.epoch = -1
@@ -185,7 +191,9 @@ class Comm:
             raise ValueError(f"row of {len(row)} bytes does not fit {width}")
         told = (len(row).to_bytes(4, "little") + row).ljust(width, b"\0")
         mine = torch.frombuffer(bytearray(told), dtype=torch.uint8)
-        rows = [_bytes(width) for _ in range(self.rendezvous.world_size)]
+        rows = [
+            torch.empty(width, dtype=torch.uint8, device="cpu") for _ in range(self.rendezvous.world_size)
+        ]
         self._wait(lambda group: group.allgather([rows], [mine]), phase)
         blobs = [bytes(one.numpy()) for one in rows]
         return [blob[4 : 4 + int.from_bytes(blob[:4], "little")] for blob in blobs]
@@ -216,7 +224,7 @@ class Comm:
 
         Collective: yes, over all transfer ranks.
         """
-        buffer = _bytes(num_bytes)
+        buffer = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
         if source == self.seat and num_bytes:
             buffer = torch.frombuffer(bytearray(blob), dtype=torch.uint8)
         self._wait(lambda group: group.broadcast(buffer, source), phase)
@@ -233,7 +241,7 @@ class Comm:
 
         `peer` must call `send`.
         """
-        buffer = _bytes(num_bytes)
+        buffer = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
         self._wait(lambda group: group.recv([buffer], peer, 0), phase, peer)
         return buffer
 
@@ -290,7 +298,7 @@ class Comm:
         who = self.rendezvous.name_seats(late) if late else "a peer"
         limit = self._timeout.total_seconds()
         return PeerError(
-            f"{self._me} waited in phase {phase!r} for {who} (limit {limit:g} s): "
+            f"{self.me} waited in phase {phase!r} for {who} (limit {limit:g} s): "
             f"{type(error).__name__}: {first_line(error)}"
         )
 
@@ -315,7 +323,7 @@ class Comm:
 
     def _open_epoch_after(self, epoch: int, cause: str) -> None:
         phase = self.trace[-1] if self.trace else "connect"
-        who = f"{self._me} (last in phase {phase!r})"
+        who = f"{self.me} (last in phase {phase!r})"
         self._open_store().open_epoch(epoch + 1, f"{cause}\n{self.seat}\n{who}")
 
     def _new_group(self, kind: str) -> Any:
@@ -337,10 +345,6 @@ class Comm:
                 with suppress(Exception):  # closing a broken group may complain; it is gone either way
                     group.shutdown()
         self._group = self._weights_group = None
-
-
-def _bytes(num_bytes: int) -> torch.Tensor:
-    return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
 
 
 def _parse_json(seat: int, blob: bytes) -> Any:

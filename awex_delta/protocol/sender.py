@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from functools import partial
 
 import torch
 
 from awex_delta.conversion.routes import convert_all
 from awex_delta.detection.slices import Detection
+from awex_delta.errors import ConnectError
 from awex_delta.lines.changes import Changes
 from awex_delta.lines.ends import LineEnd
 from awex_delta.observe.runlog.tally import count_parts
@@ -97,7 +98,8 @@ class Sender(TrainerEnd):
 
         Collective: yes, over all transfer ranks.
         """
-        self._join("connect")
+        with in_step(self._comm, ConnectError):
+            self._join("connect")
 
     def update_weights(self, version: int) -> UpdateStats:
         """Bring every engine to the trainer's current weights, as `version`.
@@ -129,21 +131,20 @@ class Sender(TrainerEnd):
                 watch.lap("detect")
                 decision = self._session.propose(self._proposal(version, detection))
                 watch.lap("propose")
-                with ExitStack() as held:
-                    held.callback(outgoing.release)
-                    release = partial(held.enter_context, self._view.transfer())
-                    _, failure = self._session.attempt("release", release)
-                    stats = self._send(decision, detection, outgoing, watch, failure)
-            self._view.committed()
+                try:
+                    stats, counts = self._send(decision, detection, outgoing, watch)
+                finally:
+                    outgoing.release()
         except BaseException:
             self._ledger = self._ledger.abort()
             raise
+        # All ranks have committed: nothing from here on calls what is not ours.
         self._ledger = self._ledger.commit(version, decision.verdict.kind)
-        is_delta = decision.verdict.kind is Kind.DELTA
-        self._changed_by_key = outgoing.counts(detection.changes) if is_delta else None
+        self._changed_by_key = counts if decision.verdict.kind is Kind.DELTA else None
         if stats.wire_bytes >= MIN_SAMPLE_BYTES:
             self._bytes_per_second = stats.wire_bytes / max(stats.seconds["transfer"], 1e-6)
-        self._report(stats)
+        with suppress(Exception):  # a log handler of the caller's
+            self._report(stats)
         return stats
 
     def close(self) -> None:
@@ -151,33 +152,41 @@ class Sender(TrainerEnd):
         self._comm.close()
 
     def _send(
-        self,
-        decision: Decision,
-        detection: Detection,
-        outgoing: Outgoing,
-        watch: Stopwatch,
-        failure: str,
-    ) -> UpdateStats:
-        """This rank's half of the update, up to the last agreement.
+        self, decision: Decision, detection: Detection, outgoing: Outgoing, watch: Stopwatch
+    ) -> tuple[UpdateStats, Mapping[str, int]]:
+        """This rank's half of the update, up to the last agreement; and elements that changed, by key."""
+        verifier, held = Verifier(self._session, decision, watch), ExitStack()
+        _, failure = self._session.attempt("release", lambda: held.enter_context(self._view.transfer()))
+        try:
+            if decision.verdict.kind is Kind.DELTA:
+                work = decision, detection, outgoing, watch, verifier
+                num_bytes, num_elements = self._send_delta(*work, failure)
+            else:
+                detection = Detection()
+                num_bytes, num_elements = self._send_full(outgoing, watch, verifier, failure)
+        except BaseException as error:
+            _, failure = self._session.attempt(None, held.close)
+            if failure:
+                error.add_note(f"{self._comm.me} could not end the transfer either: {failure}")
+            raise
 
-        failure: why this rank cannot go on, if something has failed on it already.
-        """
-        verifier = Verifier(self._session, decision, watch)
-        if decision.verdict.kind is Kind.DELTA:
-            work = decision, detection, outgoing, watch, verifier
-            num_bytes, num_elements = self._send_delta(*work, failure)
-        else:
-            detection = Detection()
-            num_bytes, num_elements = self._send_full(outgoing, watch, verifier, failure)
+        def settle() -> Mapping[str, int]:
+            held.close()
+            # Before all agree, because it may fail. If they do not, the next update is full in any case.
+            self._view.committed()
+            return outgoing.counts(detection.changes)
+
+        counts, failure = self._session.attempt(None, settle)
         mine = {"bytes": num_bytes, "changed": detection.num_changed, "owned": detection.num_owned}
-        facts = self._session.agree("apply", verifier.failure, sent=num_elements, **mine)
+        facts = self._session.agree("apply", verifier.failure or failure, sent=num_elements, **mine)
         check_arrived(facts)
         watch.lap("apply")
         verifier.agree()
         mine["elements"] = num_elements
-        return self._session.stats(
+        stats = self._session.stats(
             decision, facts, mine=mine, verified=verifier.scope.value, seconds=watch.seconds
         )
+        return stats, counts or {}
 
     def _send_delta(
         self,

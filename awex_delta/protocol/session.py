@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 from pydantic import TypeAdapter, ValidationError
 
-from awex_delta.errors import LockstepError, UpdateAborted, UpdateError
+from awex_delta.errors import AwexDeltaError, ConnectError, LockstepError, UpdateAborted, UpdateError
 from awex_delta.garbage import uncollected
 from awex_delta.plan.describe import Spec, dtype_name
 from awex_delta.plan.pairs import Pair
@@ -50,19 +50,32 @@ def _clip(text: str) -> str:
 
 
 @contextmanager
-def in_step(comm: Comm) -> Iterator[None]:
+def in_step(comm: Comm, kind: type[AwexDeltaError] = UpdateError) -> Iterator[None]:
     """Leave the epoch when anything but an agreed failure ends an update here.
 
     The peers, who do not know of it, then hear at once, and never take this rank's next message for the one
     that they wait for.
+
+    Raises:
+        ConnectError, UpdateError: as they come.
+        kind: from any other exception, which is its cause. What is no `Exception` stays what it is.
     """
     try:
         yield
     except UpdateError:
         raise
+    except Exception as error:
+        comm.abandon()
+        if isinstance(error, ConnectError):
+            raise
+        raise kind(f"{comm.me}: {_named(error)}") from error
     except BaseException:
         comm.abandon()
         raise
+
+
+def _named(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 class Stopwatch:
@@ -123,6 +136,7 @@ class Session:
         self._plan = plan or (lambda world: plan_rank(world, comm.seat))
         self._is_paired = plan is None
         self._version = 0
+        self._causes: dict[str, Exception] = {}  # by the text that tells others of it
 
     def ensure_connected(self, purpose: str) -> bool:
         """Meet all ranks in the current epoch, and agree on the plan. True when it had to be done.
@@ -169,23 +183,24 @@ class Session:
 
         If `phase` is None, `on_phase` is not called. That is for `work` with a collective of the training
         framework, which no rank may miss because its `on_phase` raised. An update that failed already (a
-        peer is gone) is not local: its error passes through.
+        peer is gone, and the epoch was left) is not local: its error passes through.
         """
         try:
             if phase is not None:
                 self._on_phase(phase)
             with uncollected():
                 return work(), ""
-        except UpdateError:
-            raise
-        except Exception as error:  # noqa: BLE001 - the phase boundary: every rank must learn of it
-            return None, f"{type(error).__name__}: {error}"
+        except Exception as error:
+            if isinstance(error, UpdateError) and not self.comm.is_connected:
+                raise
+            self._causes[_named(error)] = error
+            return None, _named(error)
 
     def agree(self, phase: str, failure: str, **facts: int) -> list[dict[str, int]]:
         """End a phase: raise on every rank if it failed on any, else return every rank's facts.
 
         Raises:
-            UpdateAborted: names the ranks that failed, and why.
+            UpdateAborted: names the ranks that failed, and why; its cause is what was raised on this rank.
             LockstepError: a rank ended another phase, or another version.
             PeerError: a rank did not answer.
 
@@ -202,7 +217,8 @@ class Session:
             raise UpdateAborted(
                 f"version {self._version} was given up in phase {phase!r}: "
                 + "; ".join(f"{place(seat)}: {text}" for seat, text in failed.items())
-            )
+            ) from self._causes.get(failure)
+        self._causes.clear()  # an error keeps the memory of what raised it
         return [row.facts for row in rows]
 
     def exchange_counts(self, dtype: torch.dtype, counts: Mapping[int, int]) -> list[list[int]]:
