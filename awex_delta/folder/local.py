@@ -152,7 +152,7 @@ def empty_tensors(anchor: Manifest, names: Sequence[str]) -> Tensors:
     """Room for some tensors of a full version."""
     wanted = set(names)
     return {
-        entry.name: torch.empty(entry.shape, dtype=WIRE_DTYPES[entry.dtype])
+        entry.name: torch.empty(entry.shape, dtype=WIRE_DTYPES[entry.dtype], device="cpu")
         for entry in anchor.tensors
         if entry.name in wanted
     }

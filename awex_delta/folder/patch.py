@@ -238,7 +238,7 @@ def _line(space: HfSpace, names: Sequence[str], old: Tensors, new: Tensors) -> L
         begin += new[name].numel()
     storages, pos = Storages([new[name] for name in names]), torch.cat(places)
     held = [name for name in names if new[name].numel()]
-    numels = torch.tensor([new[name].numel() for name in held], dtype=torch.int64)
+    numels = torch.tensor([new[name].numel() for name in held], dtype=torch.int64, device="cpu")
     boxes = Boxes(
         source=numels.cumsum(0) - numels,
         source_pitch=numels,
@@ -252,7 +252,7 @@ def _line(space: HfSpace, names: Sequence[str], old: Tensors, new: Tensors) -> L
         IndicesCodec(),
         dtype,
         pack_boxes(boxes),
-        lambda start, stop: storages.gather(torch.arange(start, stop), dtype),
+        lambda start, stop: storages.gather(torch.arange(start, stop, device="cpu"), dtype),
         numel=begin,
     )
 

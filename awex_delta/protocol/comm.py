@@ -108,9 +108,7 @@ class Comm:
         return False
 
     def absent_engines(self) -> tuple[int, ...]:
-        """Engine ranks that are neither connected with this rank nor waiting to be. Raises PeerError,
-        and ConnectError, where the store does not answer.
-        """
+        """Engine ranks that neither are connected nor wait to be. Raises PeerError and ConnectError."""
         store = self._open_store()
         epoch = store.epoch()
         if self.is_connected and epoch == self.epoch:
@@ -159,10 +157,7 @@ class Comm:
             ) from error
 
     def abandon(self) -> None:
-        """Give this epoch up after a failed wait: close the group, let all ranks meet in the next one.
-
-        Peers that wait in the group fail at once.
-        """
+        """Give this epoch up: close the group, in which peers that wait fail at once. All meet in the next."""
         if self._store is not None and not self._store.broken and self.is_connected:
             with suppress(PeerError, ConnectError):  # a store that is gone cannot be told
                 self._open_epoch_after(self.epoch, self.purpose)

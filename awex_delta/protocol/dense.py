@@ -37,7 +37,8 @@ def receive_batch(group: Any, tensors: Weights, batch: Operations) -> tuple[list
         works.append(group.recv([buffer], peer, 0))
 
     def write() -> None:
-        for target, buffer in copies:
-            target.copy_(buffer)
+        with torch.inference_mode():  # in which parameters can be written, and weights that were made in it
+            for target, buffer in copies:
+                target.copy_(buffer)
 
     return works, write

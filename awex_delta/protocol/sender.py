@@ -295,7 +295,7 @@ def _sent(
     for bucket in buckets:
         if bucket.whole:
             for start, values in blocks(end.read, bucket.span):
-                yield torch.arange(start, start + values.numel()), values
+                yield torch.arange(start, start + values.numel(), device="cpu"), values
         elif changes.value is not None:
             here = slice(bucket.first, bucket.last)
             yield changes.pos[here], changes.value[here]

@@ -51,17 +51,19 @@ def _clip(text: str) -> str:
 
 @contextmanager
 def in_step(comm: Comm, kind: type[AwexDeltaError] = UpdateError) -> Iterator[None]:
-    """Leave the epoch when anything but an agreed failure ends an update here.
+    """Around all that a rank does in an update, or to connect.
 
-    The peers, who do not know of it, then hear at once, and never take this rank's next message for the one
-    that they wait for.
+    The epoch is left when anything but an agreed failure ends it. The peers, who do not know of it, then hear
+    at once, and never take this rank's next message for the one that they wait for. Inference mode is left:
+    what is kept for later could not be written outside of it.
 
     Raises:
         ConnectError, UpdateError: as they come.
         kind: from any other exception, which is its cause. What is no `Exception` stays what it is.
     """
     try:
-        yield
+        with torch.inference_mode(mode=False), torch.no_grad():
+            yield
     except UpdateError:
         raise
     except Exception as error:

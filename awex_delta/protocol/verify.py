@@ -154,7 +154,7 @@ class Verifier:
 
     def _sums_by_tensor(self, engine: int, line: Space) -> list[int]:
         """This rank's digests of the tensors of one engine rank."""
-        totals = torch.zeros(len(line.names), dtype=torch.int64)
+        totals = torch.zeros(len(line.names), dtype=torch.int64, device="cpu")
         for pair, content in self._contents:
             if pair.receiver != engine:
                 continue

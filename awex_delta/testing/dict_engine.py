@@ -51,7 +51,7 @@ class DictEngine(EngineView):
             if dim is not None:
                 size[dim] = shape[dim] // num_ranks
                 offset[dim] = rank * size[dim]
-            tensor = torch.zeros(size, dtype=(dtypes or {}).get(name, torch.bfloat16))
+            tensor = torch.zeros(size, dtype=(dtypes or {}).get(name, torch.bfloat16), device="cpu")
             self.tensors_by_name[name] = tensor
             self._parts.append(
                 EngineTensor(name=name, view=tensor, global_shape=tuple(shape), global_offset=tuple(offset))

@@ -125,7 +125,10 @@ class TorchAdamWTrainer:
         def draw(named: Mapping[str, tuple[int, ...]] | None, dtype: torch.dtype) -> dict[str, torch.Tensor]:
             named = named or {}
             return {
-                n: (torch.randn(shape, generator=generator) * 0.02).to(dtype) for n, shape in named.items()
+                n: (torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu") * 0.02).to(
+                    dtype
+                )
+                for n, shape in named.items()
             }
 
         trained = draw(shapes, torch.bfloat16)
@@ -160,7 +163,9 @@ class TorchAdamWTrainer:
         generator = torch.Generator().manual_seed(self._seed * 1_000_003 + self._num_train_steps + 1)
         for key, param in self._stepped.items():
             if grads is None:
-                param.grad = torch.randn(param.shape, generator=generator).to(param)
+                param.grad = torch.randn(
+                    param.shape, generator=generator, dtype=torch.float32, device="cpu"
+                ).to(param)
             else:
                 param.grad = grads.get(key.removeprefix("0/"))
         self._optimizer.step()
