@@ -157,7 +157,7 @@ class Comm:
             ) from error
 
     def abandon(self) -> None:
-        """Give this epoch up: close the group, in which peers that wait fail at once. All meet in the next."""
+        """Give this epoch up and close its group: peers that wait there fail at once, and all meet anew."""
         if self._store is not None and not self._store.broken and self.is_connected:
             with suppress(PeerError, ConnectError):  # a store that is gone cannot be told
                 self._open_epoch_after(self.epoch, self.purpose)

@@ -78,7 +78,7 @@ class Sender(TrainerEnd):
         """
         rendezvous.require_both_sides()
         super().__init__(view, rendezvous, trainer_rank, settings, on_phase=on_phase, device=device)
-        self._changed_by_key: dict[str, int] | None = None  # of the last committed delta
+        self._changed_by_key: Mapping[str, int] | None = None  # of the last committed delta
         self._unexpected_full = 0
         self._bytes_per_second: float | None = None  # of the last transfer that was large enough to tell
 

@@ -86,13 +86,14 @@ def test_whatever_a_dead_group_raises_ends_the_epoch(make: Make, error: Exceptio
 
 def test_debugging_switches_of_torch_change_nothing(make: Make) -> None:
     """torch's check of collectives counts sends, too, of which three ranks have different numbers."""
-    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    switch: Any = dist
+    switch.set_debug_level(switch.DebugLevel.DETAIL)
     try:
         pairing = ready(make())
         pairing.commit(2)
         assert wrong(pairing) == [{}] * 3
     finally:
-        dist.set_debug_level(dist.DebugLevel.OFF)
+        switch.set_debug_level(switch.DebugLevel.OFF)
 
 
 def test_two_pairings_of_one_process_may_have_the_same_name() -> None:

@@ -183,7 +183,7 @@ def scene(make: Callable[..., Pairing]) -> Scene:
     inner = list(pairing.trainers)
     trainers = [Raising(view) for view in inner]
     for sender, trainer in zip(pairing.senders, trainers, strict=True):
-        sender._view = trainer  # type: ignore[assignment]
+        sender._view = trainer
     pairing.engines = views
 
     def step(_: int) -> None:
@@ -218,7 +218,7 @@ def test_whatever_a_view_raises_under_an_average_ends_the_update_of_all(kind: st
     """The view of the average asks the trainer's view, which puts together what all ranks own."""
     inner = TorchAdamWTrainer.create(SHAPES, lr=1e-5, settings=SETTINGS)
     view, engine = Raising(inner), DictEngine(SHAPES)
-    shadow = EmaShadow(view, alpha=1.0)  # type: ignore[arg-type]
+    shadow = EmaShadow(view, alpha=1.0)
     pairing = Pairing([shadow], [EngineSeat(engine="a", view=engine)], SETTINGS)
 
     def step(version: int) -> None:
@@ -235,7 +235,7 @@ def test_a_fork_that_raises_adds_nothing_and_a_detach_that_raises_stops_nobody_f
     view = Raising(TorchAdamWTrainer.create(SHAPES, settings=SETTINGS))
     store = HashStore()
     alone = Rendezvous(num_engine_ranks=0, num_trainer_ranks=1, name="alone", store=store)
-    targets = Targets(view, trainers=alone, trainer_rank=0, settings=SETTINGS)  # type: ignore[arg-type]
+    targets = Targets(view, trainers=alone, trainer_rank=0, settings=SETTINGS)
     view.begin(("fork", 2, KeyError("fork")))
     for name in "ab":
         meeting = Rendezvous(num_engine_ranks=1, num_trainer_ranks=1, name=name, store=store)
