@@ -14,12 +14,13 @@ import pytest
 import torch
 from torch._C._distributed_c10d import HashStore
 
-from awex_delta.errors import ConnectError, UpdateError
+from awex_delta.errors import ConnectError, PeerError, UpdateError
 from awex_delta.protocol.rendezvous import Rendezvous
 from awex_delta.protocol.stats import UpdateStats
 from awex_delta.protocol.targets import Targets
 from awex_delta.protocol.verdict import Kind
 from awex_delta.testing.dict_engine import DictEngine
+from awex_delta.testing.ranks import results
 from awex_delta.trainers.ema import EmaShadow
 from awex_delta.trainers.torch_adamw import TorchAdamWTrainer
 from tests.pairing import EngineSeat, Outcome, Pairing, differing
@@ -40,7 +41,7 @@ TRAINER_METHODS = [
 ]
 
 
-Due = tuple[str, int, Exception]
+Due = tuple[str, int, BaseException]
 """What raises: a method, which of its calls, and with what."""
 
 
@@ -211,6 +212,21 @@ def test_whatever_a_view_raises_ends_the_update_of_all(
     """A trainer rank and an engine rank, of two each."""
     called = scene(make).drive(seat, kind, ENGINE_METHODS if seat == 1 else TRAINER_METHODS)
     assert called == CALLED[seat, kind] | (AROUND if seat == 3 else set())
+
+
+@pytest.mark.parametrize(("seat", "name"), [(1, "synchronize"), (3, "convert"), (3, "transfer exits")])
+def test_a_view_that_is_interrupted_ends_the_update_of_the_others_at_once(
+    make: Callable[..., Pairing], seat: int, name: str
+) -> None:
+    one = scene(make)
+    begin = time.monotonic()
+    outcome = one.update("full", (name, 1, KeyboardInterrupt()), seat)
+    assert time.monotonic() - begin < SETTINGS.timeout_seconds / 2, "somebody waited"
+    assert [type(error) for error in outcome] == [
+        KeyboardInterrupt if place == seat else PeerError for place in range(4)
+    ]
+    assert {stats.verdict.kind for stats in results(one.update("delta"))} == {Kind.FULL}
+    one.check_content()
 
 
 @pytest.mark.parametrize("kind", ["delta", "full"])
