@@ -256,9 +256,6 @@ def _trainer(job: Job) -> dict[str, Any]:
         updates.append(_timed(sender, job.versions[-1]))
     if updates[-1]["kind"] != "delta":
         raise RuntimeError(f"the counted update was not a delta: {updates[-1]}")
-    others = {
-        name: count for name, count in traffic.num_bytes.items() if not name.startswith(rendezvous.name)
-    }
     if job.rank == 0:
         weights = {}
         for info in view.weights():
@@ -269,7 +266,7 @@ def _trainer(job: Job) -> dict[str, Any]:
     sender.comm.gather(b"", width=8, phase="end")  # trainer 0 keeps the store open until all have read
     parameters = sum(torch.Size(info.shape).numel() for info in view.weights())
     del store
-    return {"updates": updates, "parameters": parameters, "collective_bytes": sum(others.values())}
+    return {"updates": updates, "parameters": parameters, "collective_bytes": sum(traffic.num_bytes.values())}
 
 
 def _engine(job: Job) -> dict[str, Any]:
