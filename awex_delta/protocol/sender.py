@@ -11,7 +11,6 @@ import torch
 
 from awex_delta.conversion.routes import convert_all
 from awex_delta.detection.slices import Detection
-from awex_delta.errors import ConnectError
 from awex_delta.lines.changes import Changes
 from awex_delta.lines.ends import LineEnd
 from awex_delta.observe.runlog.tally import count_parts
@@ -98,8 +97,7 @@ class Sender(TrainerEnd):
 
         Collective: yes, over all transfer ranks.
         """
-        with in_step(self._comm, ConnectError):
-            self._join("connect")
+        self._join("connect")
 
     def update_weights(self, version: int) -> UpdateStats:
         """Bring every engine to the trainer's current weights, as `version`.

@@ -11,6 +11,7 @@ import torch
 
 from awex_delta.conversion.routes import Route, find_routes
 from awex_delta.detection.slices import Detection
+from awex_delta.errors import ConnectError
 from awex_delta.plan.describe import TrainerColumns, TrainerSpec, dtype_name
 from awex_delta.plan.rank import Plan
 from awex_delta.plan.world import World
@@ -19,7 +20,7 @@ from awex_delta.protocol.comm import Comm
 from awex_delta.protocol.ledger import TrainerLedger
 from awex_delta.protocol.outgoing import Outgoing
 from awex_delta.protocol.rendezvous import Rendezvous
-from awex_delta.protocol.session import Session
+from awex_delta.protocol.session import Session, in_step
 from awex_delta.protocol.verdict import Reason
 from awex_delta.settings.agreed import DeltaSettings
 from awex_delta.trainers.view import TrainerView
@@ -81,8 +82,13 @@ class TrainerEnd:
 
     def _join(self, purpose: str) -> Outgoing:
         """Meet the other ranks if that is due. Returns the lines that this rank sends."""
-        if not self._session.ensure_connected(purpose) and self._outgoing is not None:
+        with in_step(self._comm, ConnectError):
+            if self._session.ensure_connected(purpose) or self._outgoing is None:
+                self._outgoing = self._bind()
             return self._outgoing
+
+    def _bind(self) -> Outgoing:
+        """What follows from the plan that all ranks have agreed on."""
         self._outgoing = None  # should anything below fail, the next call makes it anew
         met = self._session.met
         if met.world.run_id != self._ledger.run_id:  # rank 0 names the run
@@ -94,8 +100,7 @@ class TrainerEnd:
                 trainer.layout.params.tolist(), trainer.layout.sparse.tolist(), strict=True
             )
         )
-        self._outgoing = Outgoing(self._view, self._routes, met.plan)
-        return self._outgoing
+        return Outgoing(self._view, self._routes, met.plan)
 
     def _detect(self, version: int) -> Detection:
         """What changed, or this rank's reason for a full sync. Never raises for a local cause."""

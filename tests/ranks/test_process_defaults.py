@@ -16,6 +16,7 @@ from awex_delta.protocol.verdict import Kind
 from awex_delta.testing.ranks import results
 from tests.pairing import Pairing
 from tests.ranks.conftest import BIAS, train, wrong
+from tests.ranks.disk import Engine, Trainers
 
 Make = Callable[..., Pairing]
 Default = Callable[[], AbstractContextManager[Any]]
@@ -111,3 +112,37 @@ def test_the_working_directory_may_change(
         pairing.commit(version)
         monkeypatch.chdir(tmp_path)
     assert wrong(pairing) == [{}] * 3
+
+
+@pytest.mark.parametrize("encoding", ["indices", "ulp_zstd"])
+@pytest.mark.parametrize("name", TELLING)
+def test_updates_through_a_folder_do_not_follow_defaults(
+    build: Callable[..., Any], tmp_path: Path, name: str, encoding: str
+) -> None:
+    """Two trainers write, an engine of two ranks and one of a single rank read."""
+    in_thread, in_process = IN_THREAD.get(name, nullcontext), IN_PROCESS.get(name, nullcontext)
+    trainers = build(Trainers, str(tmp_path), encoding=encoding, verify="full")
+    engines = [build(Engine, trainers, name="cut", num_ranks=2), build(Engine, trainers, name="whole")]
+
+    def everywhere(run: Callable[..., Any], is_set: bool) -> Callable[..., Any]:
+        def inside(function: Callable[[int], Any], **options: Any) -> Any:
+            def call(rank: int) -> Any:
+                with in_thread() if is_set else nullcontext():
+                    return function(rank)
+
+            with in_process() if is_set else nullcontext():
+                return run(call, **options)
+
+        return inside
+
+    runs = {one: one.threads.run for one in (trainers, *engines)}
+    for version, is_set in enumerate((True, False, True, True, False)):
+        for one, run in runs.items():
+            one.threads.run = everywhere(run, is_set)
+        trainers.write(version)
+        for engine in engines:
+            assert engine.read() == version
+            assert engine.holds(trainers.history[version])
+    assert trainers.kinds == "FDDDF"
+    for one, run in runs.items():
+        one.threads.run = run
