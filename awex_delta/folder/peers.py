@@ -70,10 +70,8 @@ class Peers:
         Raises ConnectError if a rank is missing. Collective: yes, over the engine's ranks.
         """
         if self._comm is None:
-            with (
-                torch.inference_mode(mode=False),
-                torch.no_grad(),
-            ):  # for what is kept
+            # What is kept could not be written outside of it.
+            with torch.inference_mode(mode=False), torch.no_grad():
                 yield
             return
         if not self._comm.begin(purpose):
