@@ -16,10 +16,10 @@ from tests.pairing import EngineSeat, Outcome, Pairing
 from tests.ranks.conftest import SHAPES, train, wrong
 
 Make = Callable[..., Pairing]
-SHORT = 2.0
+SHORT = 1.5
 """Seconds that a rank waits for the others in vain, once or twice a test."""
 
-FIRST = [0, 1, 2]
+FIRST = [0, pytest.param(1, marks=pytest.mark.all), 2]
 """Two engines and a trainer: who begins."""
 
 
