@@ -91,7 +91,7 @@ class DriftError(AwexDeltaError):
 
 
 class UpdateError(AwexDeltaError):
-    """An update did not commit. Versions and watermarks stand where they stood."""
+    """An update did not commit, or an engine rank could not publish it. The next one is a full sync."""
 
 
 class UpdateAborted(UpdateError):

@@ -241,7 +241,7 @@ def _row(stats: UpdateStats, wall_seconds: float) -> dict[str, Any]:
 
 def _timed(end: Sender | Receiver, version: int) -> dict[str, Any]:
     end.connect()
-    end.comm.barrier("benchmark")
+    end.comm.gather(b"", width=8, phase="benchmark")
     begin = time.perf_counter()
     stats = end.update_weights(version)
     return _row(stats, time.perf_counter() - begin)
@@ -263,20 +263,17 @@ def _trainer(job: Job) -> dict[str, Any]:
         updates.append(_timed(sender, job.versions[-1]))
     if updates[-1]["kind"] != "delta":
         raise RuntimeError(f"the counted update was not a delta: {updates[-1]}")
-    others = {
-        name: count for name, count in traffic.num_bytes.items() if not name.startswith(rendezvous.name)
-    }
     if job.rank == 0:
         weights = {}
         for info in view.weights():
             for name, tensor in view.convert(info.key, view.tensor(info.key)):
                 weights[name] = tensor.detach().clone().contiguous()
         save_file(weights, Path(job.folder) / "final.safetensors")
-    sender.comm.barrier("final")
-    sender.comm.barrier("end")  # trainer 0 keeps the store open until all have read
+    sender.comm.gather(b"", width=8, phase="final")
+    sender.comm.gather(b"", width=8, phase="end")  # trainer 0 keeps the store open until all have read
     parameters = sum(torch.Size(info.shape).numel() for info in view.weights())
     del store
-    return {"updates": updates, "parameters": parameters, "collective_bytes": sum(others.values())}
+    return {"updates": updates, "parameters": parameters, "collective_bytes": sum(traffic.num_bytes.values())}
 
 
 def _engine(job: Job) -> dict[str, Any]:
@@ -285,14 +282,14 @@ def _engine(job: Job) -> dict[str, Any]:
     engine = FusedEngine(config, FusedRank(tp_rank=job.rank, tp_size=NUM_ENGINES))
     receiver = Receiver(engine, rendezvous, job.rank, "engine", job.settings)
     updates = [_timed(receiver, version) for version in job.versions]
-    receiver.comm.barrier("final")
+    receiver.comm.gather(b"", width=8, phase="final")
     weights = load_file(Path(job.folder) / "final.safetensors")
     identical = True
     for entry in engine.tensors():
         cut = tuple(slice(o, o + n) for o, n in zip(entry.global_offset, entry.view.shape, strict=True))
         want = weights[entry.name][cut].contiguous().view(torch.int16)
         identical &= torch.equal(entry.view.contiguous().view(torch.int16), want)
-    receiver.comm.barrier("end")
+    receiver.comm.gather(b"", width=8, phase="end")
     return {"updates": updates, "identical": identical}
 
 

@@ -134,7 +134,7 @@ REASONS: Mapping[Reason, Advice] = {
     ),
     Reason.ENGINE_DIRTY: Advice(
         cause="Writes of a failed update reached an engine rank, and no commit followed; or publishing a "
-        "committed version (flushing its cache) failed there.",
+        "committed version failed there.",
         remedy="Nothing; do not serve from a receiver whose `ready` is False.",
     ),
     Reason.ENGINE_MOVED: Advice(
@@ -218,7 +218,9 @@ EXCEPTIONS: Mapping[type[errors.AwexDeltaError], Advice] = {
         remedy="Call again. If it repeats, report it with the message.",
     ),
     errors.UpdateError: Advice(
-        cause="Never raised itself: catch it around `update_weights`.",
+        cause="As itself by a rank whose own code raised something that it could not tell the others, "
+        "who then get a `PeerError`; and by an engine rank that could not publish. Its `__cause__` is "
+        "what was raised. Catch it around `update_weights`.",
         remedy="Call `update_weights` again on all ranks, with the same version or a later one.",
     ),
     errors.DriftError: Advice(

@@ -312,8 +312,16 @@ def _compiled_codes(device_type: str) -> _Codes | None:
         # Sizes are dynamic, and what changes at every step comes in a tensor: one compilation serves all.
         function = torch.compile(adamw.codes, dynamic=True, options=_COMPILE_OPTIONS)
         # Distinct tensors, as later: if one stood for all, torch would compile for just that.
-        main, exp_avg, exp_avg_sq = (torch.zeros(_SHORTEST_COMPILED, device=device_type) for _ in range(3))
-        function(main, exp_avg, exp_avg_sq, main.to(torch.bfloat16), torch.zeros(9, device=device_type))
+        main, exp_avg, exp_avg_sq = (
+            torch.zeros(_SHORTEST_COMPILED, device=device_type, dtype=torch.float32) for _ in range(3)
+        )
+        function(
+            main,
+            exp_avg,
+            exp_avg_sq,
+            main.to(torch.bfloat16),
+            torch.zeros(9, device=device_type, dtype=torch.float32),
+        )
     except _COMPILER_FAILURES as error:
         cause = str(error).partition("\n")[0]
         _log.warning("change detection runs uncompiled, several times slower: %s", cause)

@@ -41,7 +41,10 @@ class Runs:
                 starts.append(end)
                 begins.append(begin)
             end, expected = end + numel, begin + numel
-        return cls(starts=torch.tensor([*starts, end]), begins=torch.tensor(begins, dtype=torch.int64))
+        return cls(
+            starts=torch.tensor([*starts, end], dtype=torch.int64, device="cpu"),
+            begins=torch.tensor(begins, dtype=torch.int64, device="cpu"),
+        )
 
     @property
     def numel(self) -> int:

@@ -79,7 +79,7 @@ class SnapshotBaseline:
         if held is None or held.numel() != num_owned:
             # Pinned, so that copies to and from a device need no second copy on the host.
             pinned = bool(slices) and slices[0].weight.device.type == "cuda"
-            held = torch.empty(num_owned, dtype=torch.bfloat16, pin_memory=pinned)
+            held = torch.empty(num_owned, dtype=torch.bfloat16, pin_memory=pinned, device="cpu")
         with torch.no_grad():
             for _, new, old in _beside(slices, held):
                 old.copy_(new)

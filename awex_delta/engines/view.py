@@ -53,10 +53,18 @@ class EngineView(Protocol):
         """
 
     def synchronize(self) -> None:
-        """Block until writes to the weights are done on the device."""
+        """Block until writes to the weights are done on the device.
+
+        Called before all ranks agree to commit, so whatever may fail and has to follow each write (dropping
+        caches that the old weights filled) belongs here: if it raises, no rank commits.
+        """
 
     def committed(self, version: int) -> None:
-        """A version was committed: publish it and flush caches, exactly once."""
+        """A version was committed on all ranks: publish it, exactly once.
+
+        It should be an assignment. If it raises, this rank alone is not ready until the next update, which is
+        a full sync; the others serve the version.
+        """
 
 
 def part(

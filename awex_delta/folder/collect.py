@@ -58,7 +58,7 @@ def bring_together(comm: Comm, taken: Taken, wholes: Sequence[WholeTensor], rank
     found: Tensors = {}
     for whole in wholes:  # in one order on all ranks, so that nobody waits for somebody who waits
         empty = whole.writer == rank and not whole.pieces
-        value = torch.empty(whole.shape, dtype=whole.dtype) if empty else None
+        value = torch.empty(whole.shape, dtype=whole.dtype, device="cpu") if empty else None
         for piece in whole.pieces:
             mine = taken.pop((whole.name, piece)) if piece.rank == rank else None
             if whole.writer != rank:
@@ -72,7 +72,7 @@ def bring_together(comm: Comm, taken: Taken, wholes: Sequence[WholeTensor], rank
             if piece.shape == whole.shape:
                 value = mine
             else:
-                value = torch.empty(whole.shape, dtype=whole.dtype) if value is None else value
+                value = torch.empty(whole.shape, dtype=whole.dtype, device="cpu") if value is None else value
                 value[piece.target] = mine
         if value is not None:
             found[whole.name] = value

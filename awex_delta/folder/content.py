@@ -53,7 +53,9 @@ class Sums:
         """Begin with no element."""
         self._names = space.names
         self._starts = space.line.starts
-        self._salts = torch.tensor([signed(salt_of(name)) for name in space.names], dtype=torch.int64)
+        self._salts = torch.tensor(
+            [signed(salt_of(name)) for name in space.names], dtype=torch.int64, device="cpu"
+        )
         self._totals = torch.zeros_like(self._salts)
         self._counts = torch.zeros_like(self._salts)
 
@@ -104,7 +106,11 @@ def sums_of(manifest: Manifest, live: Live, pieces: Iterable[Piece]) -> list[Par
         for dtype, line in live.lines.items()
     }
     salts = {
-        dtype: torch.tensor([signed(salt_of(live.stored_names[part.name])) for part in line.parts])
+        dtype: torch.tensor(
+            [signed(salt_of(live.stored_names[part.name])) for part in line.parts],
+            dtype=torch.int64,
+            device="cpu",
+        )
         for dtype, line in live.lines.items()
     }
     for dtype, pos, _ in pieces:

@@ -43,7 +43,7 @@ class LiveLine:
         """
         self.dtype = dtype
         self.parts = [part for _, part in parts]
-        self.tensors = torch.tensor([place for place, _ in parts], dtype=torch.int64)
+        self.tensors = torch.tensor([place for place, _ in parts], dtype=torch.int64, device="cpu")
         self.line = Space.of((part.name, part.view.numel()) for part in self.parts)
         self.storages = Storages([part.view for part in self.parts])
         self.boxes = _boxes(self.parts, starts[self.tensors], self.line.starts)

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
 from pydantic import TypeAdapter, ValidationError
 
 from awex_delta.errors import ConfigError, LockstepError
@@ -69,7 +70,9 @@ class Peers:
         Raises ConnectError if a rank is missing. Collective: yes, over the engine's ranks.
         """
         if self._comm is None:
-            yield
+            # What is kept could not be written outside of it.
+            with torch.inference_mode(mode=False), torch.no_grad():
+                yield
             return
         if not self._comm.begin(purpose):
             self._comm.connect()

@@ -340,4 +340,4 @@ class DiskWriter(TrainerEnd):
 def _all_of(end: LineEnd, pair: Pair) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """All elements of a line, in its order."""
     for start, values in blocks(end.read, Span(0, pair.numel)):
-        yield torch.arange(start, start + values.numel()), values
+        yield torch.arange(start, start + values.numel(), device="cpu"), values

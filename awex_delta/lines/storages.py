@@ -75,9 +75,11 @@ class Storages:
             raise LayoutError(f"the tensors of one rank lie on several devices: {sorted(map(str, devices))}")
         self.device = devices.pop()
         self._memories, self._memory_of = _memories(tensors)
-        starts = torch.tensor([0, *(tensor.numel() for tensor in tensors)]).cumsum(0)
-        first = torch.tensor([tensor.storage_offset() for tensor in tensors], dtype=torch.int64)
-        stops = torch.tensor([memory.stop for memory in self._memories], dtype=torch.int64)
+        starts = torch.tensor(
+            [0, *(tensor.numel() for tensor in tensors)], dtype=torch.int64, device="cpu"
+        ).cumsum(0)
+        first = torch.tensor([tensor.storage_offset() for tensor in tensors], dtype=torch.int64, device="cpu")
+        stops = torch.tensor([memory.stop for memory in self._memories], dtype=torch.int64, device="cpu")
         # Tables lie where positions do: they are uploaded once.
         self._starts, self._first, self._stops = (t.to(self.device) for t in (starts, first, stops))
         self._dims = _dims_table(tensors, self.device)
@@ -181,7 +183,9 @@ def _dims_table(
         return None
     dims = [_collapsed(tensor) for tensor in tensors]
     depth = max(map(len, dims))
-    padded = torch.tensor([[*one, *[(1, 0)] * (depth - len(one))] for one in dims]).to(device)
+    padded = torch.tensor(
+        [[*one, *[(1, 0)] * (depth - len(one))] for one in dims], dtype=torch.int64, device="cpu"
+    ).to(device)
     return [(padded[:, place, 0].contiguous(), padded[:, place, 1].contiguous()) for place in range(depth)]
 
 

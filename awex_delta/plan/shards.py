@@ -11,8 +11,9 @@ from __future__ import annotations
 import math
 import zlib
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import zip_longest
 from typing import NamedTuple
 
 from awex.meta.meta_resolver import ParamMetaResolver
@@ -185,6 +186,43 @@ def dense_plan(world: World, side: TrainingSide, copies: Copies, seat: int) -> T
         if seat in (op.send_rank, op.recv_rank):
             by_peer[op.recv_rank if seat >= num_engines else op.send_rank].append(op)
     return TransferPlan(inter_operations=dict(sorted(by_peer.items())))
+
+
+Operations = list[tuple[int, CommunicationOperation]]
+"""Operations of AWEX's plan, each with the rank at its other end."""
+
+
+def dense_batches(plan: TransferPlan, most: int, most_bytes: int) -> Iterator[Operations]:
+    """The operations of a full sync, some at a time.
+
+    What two ranks exchange is cut at the same places at both ends, and batch k of each rank holds piece k of
+    each of its exchanges. So ranks that end one batch before they begin the next never wait in a circle.
+
+    Args:
+        plan: of one rank.
+        most: operations of one exchange in one batch.
+        most_bytes: bytes of them; an operation that has more is alone.
+    """
+    peers = plan.operations
+    for pieces in zip_longest(*(_cut(ops, most, most_bytes) for ops in peers.values()), fillvalue=()):
+        rounds = (zip(peers, ops, strict=True) for ops in zip_longest(*pieces))  # peer by peer, as AWEX does
+        yield [(peer, op) for one in rounds for peer, op in one if op is not None]
+
+
+def _cut(
+    operations: Sequence[CommunicationOperation], most: int, most_bytes: int
+) -> Iterator[list[CommunicationOperation]]:
+    piece: list[CommunicationOperation] = []
+    size = 0
+    for op in operations:
+        num_bytes = math.prod(op.overlap_shape) * op.send_shard_meta.dtype.itemsize
+        if piece and (len(piece) == most or size + num_bytes > most_bytes):
+            yield piece
+            piece, size = [], 0
+        piece.append(op)
+        size += num_bytes
+    if piece:
+        yield piece
 
 
 def dense_volume(plan: TransferPlan) -> tuple[int, int]:

@@ -121,7 +121,11 @@ def _changed(tensor: torch.Tensor, info: WeightInfo) -> str:
 
 def _mapped(table: BoxMap, found: Changes, dtype: torch.dtype) -> Changes:
     pos, pick = table.map(found.pos)
-    value = torch.empty(0) if found.value is None else found.value.index_select(0, pick)
+    value = (
+        torch.empty(0, dtype=torch.float32, device="cpu")
+        if found.value is None
+        else found.value.index_select(0, pick)
+    )
     return Changes(
         pos=pos,
         code=None if found.code is None else found.code.index_select(0, pick),

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
 import torch
 
 from awex_delta.engines.view import Bound, EngineTensor, EngineView
+from awex_delta.errors import ConnectError, UpdateError
 from awex_delta.lines.boxes import BoxMap
 from awex_delta.lines.ends import LineEnd
 from awex_delta.lines.storages import Storages
@@ -120,7 +122,8 @@ class Receiver:
 
         Collective: yes, over all transfer ranks.
         """
-        self._session.ensure_connected("connect")
+        with in_step(self._comm, ConnectError):
+            self._session.ensure_connected("connect")
 
     def update_weights(self, version: int) -> UpdateStats:
         """Take part in one update; the counterpart of `Sender.update_weights`.
@@ -134,8 +137,9 @@ class Receiver:
         Raises:
             ConfigError: `version` is not an int of at least 0.
             ConnectError: ranks are missing, or do not fit.
-            UpdateError: the update did not commit. `ready` tells whether the weights are still the
-                version before; if a write had begun, they are not served until a full sync.
+            UpdateError: the update did not commit, or the view could not publish it. `ready` tells whether
+                the weights are still the version before; if a write had begun, they are not served until a
+                full sync.
 
         Collective: yes, over all transfer ranks.
         """
@@ -146,12 +150,12 @@ class Receiver:
             watch.lap("connect")
             decision = self._session.propose(self._proposal(version))
             watch.lap("propose")
-            self._make_tables()
+            _, failure = self._session.attempt(None, self._make_tables)
             verifier = Verifier(self._session, decision, watch)
             if decision.verdict.kind is Kind.DELTA:
-                num_bytes, num_elements, failure = self._receive_delta(decision, watch, verifier)
+                num_bytes, num_elements, failure = self._receive_delta(decision, watch, verifier, failure)
             else:
-                num_bytes, num_elements, failure = self._receive_full(watch, verifier)
+                num_bytes, num_elements, failure = self._receive_full(watch, verifier, failure)
             _, moved = self._session.attempt(None, self._bound.require_unmoved)
             failure = failure or verifier.failure or moved
             facts = self._session.agree("apply", failure, applied=num_elements)
@@ -159,19 +163,21 @@ class Receiver:
             watch.lap("apply")
             warn_of_drift(self._session, version, facts, {}, {})  # the trainers tell among themselves
             verifier.agree()
+        # All ranks have committed: nothing from here on may fail, but for what publishes.
         self._commit(decision)
         mine = {"bytes": num_bytes, "elements": num_elements}
         stats = self._session.stats(
             decision, facts, mine=mine, verified=verifier.scope.value, seconds=watch.seconds
         )
-        logger.log(
-            logging.INFO if self._rank == 0 else logging.DEBUG,
-            "version %d: %s; received %d bytes in %.3f s",
-            version,
-            decision.verdict,
-            num_bytes,
-            sum(stats.seconds.values()),
-        )
+        with suppress(Exception):  # a log handler of the caller's
+            logger.log(
+                logging.INFO if self._rank == 0 else logging.DEBUG,
+                "version %d: %s; received %d bytes in %.3f s",
+                version,
+                decision.verdict,
+                num_bytes,
+                sum(stats.seconds.values()),
+            )
         return stats
 
     def close(self) -> None:
@@ -237,10 +243,13 @@ class Receiver:
         )
 
     def _receive_delta(
-        self, decision: Decision, watch: Stopwatch, verifier: Verifier
+        self, decision: Decision, watch: Stopwatch, verifier: Verifier, failure: str
     ) -> tuple[int, int, str]:
-        """Stage every frame, agree, then write. Nothing is written before all ranks have staged."""
-        self._session.agree("encode", "")
+        """Stage every frame, agree, then write. Nothing is written before all ranks have staged.
+
+        failure: why this rank cannot go on, if something has failed on it already.
+        """
+        self._session.agree("encode", failure)
         watch.lap("encode")
         staging = Staging(self._session, decision, self._ends, self._names)
         num_bytes, failure = 0, ""
@@ -277,10 +286,10 @@ class Receiver:
         names = engine_line(self._session.met.world.engines[self._rank].layout).names_at(there)
         return ", ".join(names[:_MAX_NAMED]) + (", ..." if len(names) > _MAX_NAMED else "")
 
-    def _receive_full(self, watch: Stopwatch, verifier: Verifier) -> tuple[int, int, str]:
-        """AWEX's dense path writes in place, so the engine is dirty from here to the commit."""
-        _, failure = self._session.attempt("prepare", lambda: None)
-        self._session.agree("prepare", failure)
+    def _receive_full(self, watch: Stopwatch, verifier: Verifier, failure: str) -> tuple[int, int, str]:
+        """A full sync writes in place, so the engine is dirty from here to the commit."""
+        _, here = self._session.attempt("prepare", lambda: None)
+        self._session.agree("prepare", failure or here)
         watch.lap("prepare")
         self._ledger = self._ledger.touch()
         plan = self._session.met.plan.dense
@@ -296,8 +305,13 @@ class Receiver:
         self._ledger, self._bound.moved = self._ledger.commit(decision.run_id, decision.version), ""
         try:
             self._view.committed(decision.version)
-        except BaseException:
+        except BaseException as error:
             self._ledger = self._ledger.touch()  # caches may be stale: not ready until a full sync
+            if isinstance(error, Exception):
+                raise UpdateError(
+                    f"version {decision.version} was committed, but {self._comm.me} could not publish it and "
+                    f"is not ready; the next update is a full sync: {type(error).__name__}: {error}"
+                ) from error
             raise
 
 

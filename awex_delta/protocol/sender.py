@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 
 import torch
@@ -79,10 +79,8 @@ class Sender(TrainerEnd):
         """
         rendezvous.require_both_sides()
         super().__init__(view, rendezvous, trainer_rank, settings, on_phase=on_phase, device=device)
-        self._changed_by_key: dict[str, int] | None = None  # of the last committed delta
-        self._sums: Mapping[
-            str, int
-        ] = {}  # in a full sync, digests of tensors of which other ranks hold copies
+        self._changed_by_key: Mapping[str, int] | None = None  # of the last committed delta
+        self._sums: Mapping[str, int] = {}  # in a full sync, digests of what other ranks hold copies of
         self._unexpected_full = 0
         self._bytes_per_second: float | None = None  # of the last transfer that was large enough to tell
 
@@ -132,25 +130,24 @@ class Sender(TrainerEnd):
             with in_step(self._comm):
                 outgoing = self._join(f"version {version}")
                 watch.lap("connect")
-                detection, decision = self._propose(version, outgoing, watch)
-                outgoing = self._bind()  # an engine may have described itself anew
-                with ExitStack() as held:
-                    held.callback(outgoing.release)
-                    release = partial(held.enter_context, self._view.transfer())
-                    _, failure = self._session.attempt("release", release)
-                    stats = self._send(decision, detection, outgoing, watch, failure)
-            self._view.committed()
+                try:
+                    detection, decision = self._propose(version, outgoing, watch)
+                    outgoing = self._bind()  # an engine may have described itself anew
+                    stats, counts = self._send(decision, detection, outgoing, watch)
+                finally:
+                    outgoing.release()
         except WeightsAwayError:
             raise  # nothing was begun, so that what is known of the engines stays true
         except BaseException:
             self._ledger = self._ledger.abort()
             raise
+        # All ranks have committed: nothing from here on calls what is not ours.
         self._ledger = self._ledger.commit(version, decision.verdict.kind)
-        is_delta = decision.verdict.kind is Kind.DELTA
-        self._changed_by_key = outgoing.counts(detection.changes) if is_delta else None
+        self._changed_by_key = counts if decision.verdict.kind is Kind.DELTA else None
         if stats.wire_bytes >= MIN_SAMPLE_BYTES:
             self._bytes_per_second = stats.wire_bytes / max(stats.seconds["transfer"], 1e-6)
-        self._report(stats)
+        with suppress(Exception):  # a log handler of the caller's
+            self._report(stats)
         return stats
 
     def close(self) -> None:
@@ -158,37 +155,46 @@ class Sender(TrainerEnd):
         self._comm.close()
 
     def _send(
-        self,
-        decision: Decision,
-        detection: Detection,
-        outgoing: Outgoing,
-        watch: Stopwatch,
-        failure: str,
-    ) -> UpdateStats:
-        """This rank's half of the update, up to the last agreement.
+        self, decision: Decision, detection: Detection, outgoing: Outgoing, watch: Stopwatch
+    ) -> tuple[UpdateStats, Mapping[str, int]]:
+        """This rank's half of the update, up to the last agreement; and elements that changed, by key."""
+        verifier, held = Verifier(self._session, decision, watch), ExitStack()
+        _, failure = self._session.attempt("release", lambda: held.enter_context(self._view.transfer()))
+        try:
+            if decision.verdict.kind is Kind.DELTA:
+                work = decision, detection, outgoing, watch, verifier
+                num_bytes, num_elements = self._send_delta(*work, failure)
+                self._sums = {}
+            else:
+                detection = Detection()
+                num_bytes, num_elements = self._send_full(outgoing, watch, verifier, failure)
+        except BaseException as error:
+            _, failure = self._session.attempt(None, held.close)
+            if failure:
+                error.add_note(f"{self._comm.me} could not end the transfer either: {failure}")
+            raise
 
-        failure: why this rank cannot go on, if something has failed on it already.
-        """
-        verifier = Verifier(self._session, decision, watch)
-        if decision.verdict.kind is Kind.DELTA:
-            work = decision, detection, outgoing, watch, verifier
-            num_bytes, num_elements = self._send_delta(*work, failure)
-            self._sums = {}
-        else:
-            detection = Detection()
-            num_bytes, num_elements = self._send_full(outgoing, watch, verifier, failure)
+        def settle() -> Mapping[str, int]:
+            held.close()
+            # Before all agree, because it may fail. If they do not, the next update is full in any case.
+            self._view.committed()
+            return outgoing.counts(detection.changes)
+
+        counts, failure = self._session.attempt(None, settle)
         mine = {"bytes": num_bytes, "changed": detection.num_changed, "owned": detection.num_owned}
         copies, sums = self._session.met.plan.copies, self._sums
         told = parity(self._rank, copies, sums)
-        facts = self._session.agree("apply", verifier.failure, sent=num_elements, parity=told, **mine)
+        failure = verifier.failure or failure
+        facts = self._session.agree("apply", failure, sent=num_elements, parity=told, **mine)
         check_arrived(facts)
         watch.lap("apply")
         warn_of_drift(self._session, decision.version, facts, copies, sums)
         verifier.agree()
         mine["elements"] = num_elements
-        return self._session.stats(
+        stats = self._session.stats(
             decision, facts, mine=mine, verified=verifier.scope.value, seconds=watch.seconds
         )
+        return stats, counts or {}
 
     def _send_delta(
         self,
@@ -297,7 +303,7 @@ def _sent(
     for bucket in buckets:
         if bucket.whole:
             for start, values in blocks(end.read, bucket.span):
-                yield torch.arange(start, start + values.numel()), values
+                yield torch.arange(start, start + values.numel(), device="cpu"), values
         elif changes.value is not None:
             here = slice(bucket.first, bucket.last)
             yield changes.pos[here], changes.value[here]

@@ -17,7 +17,14 @@ from typing import Any, TypeVar
 import torch
 from pydantic import TypeAdapter, ValidationError
 
-from awex_delta.errors import LockstepError, UpdateAborted, UpdateError, WeightsAwayError
+from awex_delta.errors import (
+    AwexDeltaError,
+    ConnectError,
+    LockstepError,
+    UpdateAborted,
+    UpdateError,
+    WeightsAwayError,
+)
 from awex_delta.garbage import uncollected
 from awex_delta.plan.describe import Spec, dtype_name
 from awex_delta.plan.pairs import Pair
@@ -50,19 +57,34 @@ def _clip(text: str) -> str:
 
 
 @contextmanager
-def in_step(comm: Comm) -> Iterator[None]:
-    """Leave the epoch when anything but an agreed failure ends an update here.
+def in_step(comm: Comm, kind: type[AwexDeltaError] = UpdateError) -> Iterator[None]:
+    """Around all that a rank does in an update, or to connect.
 
-    The peers, who do not know of it, then hear at once, and never take this rank's next message for the one
-    that they wait for.
+    The epoch is left when anything but an agreed failure ends it. The peers, who do not know of it, then hear
+    at once, and never take this rank's next message for the one that they wait for. Inference mode is left:
+    what is kept for later could not be written outside of it.
+
+    Raises:
+        ConnectError, UpdateError: as they come.
+        kind: from any other exception, which is its cause. What is no `Exception` stays what it is.
     """
     try:
-        yield
+        with torch.inference_mode(mode=False), torch.no_grad():
+            yield
     except UpdateError:
         raise
+    except Exception as error:
+        comm.abandon()
+        if isinstance(error, ConnectError):
+            raise
+        raise kind(f"{comm.me}: {_named(error)}") from error
     except BaseException:
         comm.abandon()
         raise
+
+
+def _named(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 class Stopwatch:
@@ -123,6 +145,7 @@ class Session:
         self._plan = plan or (lambda world: plan_rank(world, comm.seat))
         self._is_paired = plan is None
         self._version = 0
+        self._causes: dict[str, Exception] = {}  # by the text that tells others of it
 
     def ensure_connected(self, purpose: str) -> bool:
         """Meet all ranks in the current epoch, and agree on the plan. True when it had to be done.
@@ -160,7 +183,7 @@ class Session:
         mine = replace(proposal, detail=_clip(proposal.detail), failure=_clip(proposal.failure))
         rows = self._rows(_PROPOSAL, mine, "propose")
         decision = decide(rows, [codec.name for codec in self.codecs])
-        self._raise_failed("propose", [row.failure for row in rows], WeightsAwayError)
+        self._raise_failed("propose", [row.failure for row in rows], proposal.failure, WeightsAwayError)
         if any(row.anew for row in rows):
             self._meet()
         return decision
@@ -170,23 +193,24 @@ class Session:
 
         If `phase` is None, `on_phase` is not called. That is for `work` with a collective of the training
         framework, which no rank may miss because its `on_phase` raised. An update that failed already (a
-        peer is gone) is not local: its error passes through.
+        peer is gone, and the epoch was left) is not local: its error passes through.
         """
         try:
             if phase is not None:
                 self._on_phase(phase)
             with uncollected():
                 return work(), ""
-        except UpdateError:
-            raise
-        except Exception as error:  # noqa: BLE001 - the phase boundary: every rank must learn of it
-            return None, f"{type(error).__name__}: {error}"
+        except Exception as error:
+            if isinstance(error, UpdateError) and not self.comm.is_connected:
+                raise
+            self._causes[_named(error)] = error
+            return None, _named(error)
 
     def agree(self, phase: str, failure: str, **facts: int) -> list[dict[str, int]]:
         """End a phase: raise on every rank if it failed on any, else return every rank's facts.
 
         Raises:
-            UpdateAborted: names the ranks that failed, and why.
+            UpdateAborted: names the ranks that failed, and why; its cause is what was raised on this rank.
             LockstepError: a rank ended another phase, or another version.
             PeerError: a rank did not answer.
 
@@ -197,7 +221,8 @@ class Session:
         if {(row.phase, row.version) for row in rows} != {(phase, self._version)}:
             places = [(seat, row.phase, row.version) for seat, row in enumerate(rows)]
             raise LockstepError(f"ranks are in different phases (seat, phase, version): {places}")
-        self._raise_failed(phase, [row.failure for row in rows])
+        self._raise_failed(phase, [row.failure for row in rows], failure)
+        self._causes.clear()  # an error keeps the memory of what raised it
         return [row.facts for row in rows]
 
     def exchange_counts(self, dtype: torch.dtype, counts: Mapping[int, int]) -> list[list[int]]:
@@ -292,12 +317,13 @@ class Session:
         self.codecs = codecs_for(self.settings.encoding, context=context)
 
     def _raise_failed(
-        self, phase: str, failures: Sequence[str], kind: type[UpdateAborted] = UpdateAborted
+        self, phase: str, failures: Sequence[str], mine: str, kind: type[UpdateAborted] = UpdateAborted
     ) -> None:
-        """Raise `kind`, the same on every rank, if a phase failed on any: by seat, why."""
+        """Raise `kind` on every rank, if a phase failed on any: by seat, why. mine: of this rank."""
         place = self.comm.rendezvous.place
         if failed := [f"{place(seat)}: {text}" for seat, text in enumerate(failures) if text]:
-            raise kind(f"version {self._version} was given up in phase {phase!r}: {'; '.join(failed)}")
+            text = f"version {self._version} was given up in phase {phase!r}: {'; '.join(failed)}"
+            raise kind(text) from self._causes.get(mine)
 
     def _rows(self, rows: TypeAdapter[Value], mine: Value, phase: str) -> list[Value]:
         """Give this rank's row to all and get theirs. Raises LockstepError for a row of another kind."""

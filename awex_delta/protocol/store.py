@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from torch._C._distributed_c10d import Store
 
-from awex_delta.errors import PeerError
+from awex_delta.errors import ConnectError, PeerError
 from awex_delta.protocol.rendezvous import Rendezvous, first_line
 
 Value = TypeVar("Value")
@@ -47,13 +47,22 @@ class BoundedStore:
         """Set `key`, without waiting: torch's client reads no answer to this."""
         try:
             self.raw.set(key, value)
-        except RuntimeError as error:
+        except Exception as error:
             self.broken = True
             raise PeerError(f"{self._where} went away: {first_line(error)}") from error
 
     def find(self, key: str) -> str | None:
         """What `key` holds; None when it is absent."""
         return self._call(lambda: self.raw.get(key).decode() if self.raw.check([key]) else None)
+
+    def epoch(self) -> int:
+        """The current epoch."""
+        return int(self.swap("epoch", "", "0"))
+
+    def open_epoch(self, epoch: int, cause: str) -> None:
+        """Move on to `epoch`, unless another rank was faster, and tell why."""
+        self.swap(f"{epoch}/cause", "", cause)
+        self.swap("epoch", str(epoch - 1), str(epoch))
 
     def drop(self, key: str) -> None:
         """Forget `key`."""
@@ -74,9 +83,9 @@ class BoundedStore:
         except queue.Empty:
             self.broken = True
             raise PeerError(f"{self._where} did not answer within {self._timeout:g} s") from None
-        if isinstance(error, RuntimeError):
+        if isinstance(error, ConnectError):
+            raise error
+        if error is not None:  # whatever torch raises
             self.broken = True
             raise PeerError(f"{self._where} went away: {first_line(error)}") from error
-        if error is not None:
-            raise error
         return value  # type: ignore[return-value]

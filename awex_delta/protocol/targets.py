@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -141,8 +142,9 @@ class Targets:
         """Leave a group of engines, which keep what they hold. On every trainer rank."""
         self[name].close()
         del self._senders[name]
-        if name in self._forks:
-            self._forks.pop(name).detach()
+        fork = self._forks.pop(name, None)
+        if fork is not None:
+            fork.detach()
 
     def __getitem__(self, name: str) -> Sender:
         """The sender of one target. Raises ConfigError."""
@@ -196,10 +198,11 @@ class Targets:
         return TargetsUpdate(committed=committed, failed=failed)
 
     def close(self) -> None:
-        """Leave all targets."""
-        for name in tuple(self):
-            self.remove(name)
-        self._meeting.close()
+        """Leave all targets, whatever a view raises as it is detached."""
+        with ExitStack() as left:
+            left.callback(self._meeting.close)
+            for name in self:
+                left.callback(self.remove, name)
 
     def _order(self, versions: Mapping[str, int]) -> tuple[list[tuple[str, int]], Exception | None]:
         """Targets and versions in the order in which they are served, or why this rank cannot begin."""

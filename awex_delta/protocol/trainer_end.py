@@ -11,6 +11,7 @@ import torch
 
 from awex_delta.conversion.routes import Route, find_routes
 from awex_delta.detection.slices import Detection
+from awex_delta.errors import ConnectError
 from awex_delta.plan.describe import TrainerColumns, TrainerSpec, dtype_name
 from awex_delta.plan.rank import Plan
 from awex_delta.plan.world import World
@@ -19,7 +20,7 @@ from awex_delta.protocol.comm import Comm
 from awex_delta.protocol.ledger import TrainerLedger
 from awex_delta.protocol.outgoing import Outgoing
 from awex_delta.protocol.rendezvous import Rendezvous
-from awex_delta.protocol.session import Session, Stopwatch
+from awex_delta.protocol.session import Session, Stopwatch, in_step
 from awex_delta.protocol.verdict import Reason
 from awex_delta.settings.agreed import DeltaSettings
 from awex_delta.trainers.view import TrainerView
@@ -82,8 +83,9 @@ class TrainerEnd:
 
     def _join(self, purpose: str) -> Outgoing:
         """Meet the other ranks if that is due. Returns the lines that this rank sends."""
-        self._session.ensure_connected(purpose)
-        return self._bind()
+        with in_step(self._comm, ConnectError):
+            self._session.ensure_connected(purpose)
+            return self._bind()
 
     def _bind(self) -> Outgoing:
         """The lines that this rank sends by what all ranks agreed on last."""

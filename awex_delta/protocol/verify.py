@@ -151,16 +151,22 @@ class Verifier:
     def _name_tensors(self, wrong: Sequence[int], phase: str) -> None:
         engines = self._session.met.world.engines
         lines = {engine: engine_line(engines[engine].layout) for engine in wrong}
-        mine = {str(engine): self._sums_by_tensor(engine, line) for engine, line in lines.items()}
-        rows = self._session.comm.gather_json(mine, phase=phase)
+        mine, failure = self._session.attempt(
+            None, lambda: {str(engine): self._sums_by_tensor(engine, line) for engine, line in lines.items()}
+        )
+        rows = self._session.comm.gather_json(failure or mine, phase=phase)
+        place = self._session.comm.rendezvous.place
+        failed = [f"{place(seat)}: {row}" for seat, row in enumerate(rows) if isinstance(row, str)]
+        if failed:
+            unnamed = {engine: [f"tensors that cannot be named ({'; '.join(failed)})"] for engine in lines}
+            raise VerificationError(_explanation(self._version, unnamed))
         differ: dict[int, list[str]] = defaultdict(list)
         for engine, line in lines.items():
             sums = [0] * len(line.names)
             for seat, row in enumerate(rows):
                 told = row.get(str(engine)) if isinstance(row, dict) else None
                 if not isinstance(told, list) or len(told) != len(sums):
-                    place = self._session.comm.rendezvous.place(seat)
-                    raise LockstepError(f"{place} sent no digests in phase {phase!r}")
+                    raise LockstepError(f"{place(seat)} sent no digests in phase {phase!r}")
                 sums = [total + int(one) for total, one in zip(sums, told, strict=True)]
             names = zip(line.names, sums, strict=True)
             differ[engine] = [name for name, total in names if total % MODULUS]
@@ -168,7 +174,7 @@ class Verifier:
 
     def _sums_by_tensor(self, engine: int, line: Space) -> list[int]:
         """This rank's digests of the tensors of one engine rank."""
-        totals = torch.zeros(len(line.names), dtype=torch.int64)
+        totals = torch.zeros(len(line.names), dtype=torch.int64, device="cpu")
         for pair, content in self._contents:
             if pair.receiver != engine:
                 continue

@@ -54,7 +54,7 @@ class DictEngine(EngineView):
             self._offsets[name] = tuple(offset)
             if name not in self._tied:
                 dtype = (dtypes or {}).get(name, torch.bfloat16)
-                self.tensors_by_name[name] = torch.zeros(size, dtype=dtype)
+                self.tensors_by_name[name] = torch.zeros(size, dtype=dtype, device="cpu")
 
     def tensors(self) -> Sequence[EngineTensor]:
         return [self._part(name) for name in self._wholes]

@@ -125,7 +125,10 @@ class TorchAdamWTrainer:
         def draw(named: Mapping[str, tuple[int, ...]] | None, dtype: torch.dtype) -> dict[str, torch.Tensor]:
             named = named or {}
             return {
-                n: (torch.randn(shape, generator=generator) * 0.02).to(dtype) for n, shape in named.items()
+                n: (torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu") * 0.02).to(
+                    dtype
+                )
+                for n, shape in named.items()
             }
 
         trained = draw(shapes, torch.bfloat16)
@@ -161,7 +164,9 @@ class TorchAdamWTrainer:
         stepped = self._stepped.live()
         for key, param in stepped.items():
             if grads is None:
-                param.grad = torch.randn(param.shape, generator=generator).to(param)
+                param.grad = torch.randn(
+                    param.shape, generator=generator, dtype=torch.float32, device="cpu"
+                ).to(param)
             else:
                 param.grad = grads.get(key.removeprefix("0/"))
         self._optimizer.step()

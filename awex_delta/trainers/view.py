@@ -138,7 +138,11 @@ class TrainerView(Protocol):
         """
 
     def committed(self) -> None:
-        """The receivers now hold the current weights: forget recorded steps."""
+        """The engines have the current weights: forget recorded steps.
+
+        Called just before all ranks agree to commit, so that no rank does if it raises here. If they do not,
+        the next update is full, whatever was recorded.
+        """
 
     def convert(self, key: str, tensor: torch.Tensor) -> Sequence[tuple[str, torch.Tensor]]:
         """HF names and tensors for a tensor shaped like `tensor(key)`, by AWEX's converter.
@@ -147,7 +151,10 @@ class TrainerView(Protocol):
         """
 
     def transfer(self) -> AbstractContextManager[None]:
-        """Held around sending: may release gradient buffers, and restores them whatever happens."""
+        """Held around sending: may release gradient buffers, and restores them whatever happens.
+
+        It is left before all ranks agree to commit; if that raises, no rank commits.
+        """
 
 
 @runtime_checkable

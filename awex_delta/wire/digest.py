@@ -216,7 +216,7 @@ def _flat_pieces(tensor: torch.Tensor, piece: int) -> Iterator[torch.Tensor]:
 
 
 def _scalar(value: int, device: torch.device) -> torch.Tensor:
-    return torch.tensor(signed(value), device=device)
+    return torch.tensor(signed(value), device=device, dtype=torch.int64)
 
 
 def _mix_and_sum(
@@ -276,7 +276,9 @@ def _compiled(device_type: str) -> _Sum | None:
         function = torch.compile(_mix_and_sum, dynamic=True)
         index = torch.arange(_EAGER_PIECE, device=device_type)
         for counts in (None, index > 0):  # one compilation each
-            function(index, index.to(torch.int16), torch.tensor(1, device=device_type), counts)
+            function(
+                index, index.to(torch.int16), torch.tensor(1, device=device_type, dtype=torch.int64), counts
+            )
     except _COMPILER_FAILURES as error:
         cause = str(error).partition("\n")[0]
         _log.warning("state digests run uncompiled, several times slower: %s", cause)

@@ -414,10 +414,12 @@ def test_a_cache_flush_that_fails_leaves_the_engine_unready(make: Make) -> None:
     assert [type(one) for one in outcome] == [
         UpdateStats,
         UpdateStats,
-        InjectedFault,
+        UpdateError,
         UpdateStats,
         UpdateStats,
     ]
+    assert "engine rank 2, seat 2 could not publish it and is not ready" in str(outcome[2])
+    assert isinstance(outcome[2].__cause__, InjectedFault)  # type: ignore[union-attr]
     assert [receiver.ready for receiver in pairing.receivers] == [True, True, False]
     engine.committed = flush  # type: ignore[method-assign]
     train(pairing)

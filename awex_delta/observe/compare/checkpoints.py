@@ -115,7 +115,7 @@ class Checkpoint:
         """
         total, start = 0, 0
         for piece in self.pieces(name):
-            index = torch.arange(start, start + piece.numel())
+            index = torch.arange(start, start + piece.numel(), device="cpu")
             total += as_unsigned(sum_at(index, piece, salt_of(salted_as or name)))
             start += piece.numel()
         return total % MODULUS
