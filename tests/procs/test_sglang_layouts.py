@@ -177,7 +177,10 @@ def check_contract(me: Rank, config: PretrainedConfig) -> None:
             trial.check_refusal(partial(UNUSABLE[change], model))
 
 
-@pytest.mark.parametrize("config", [pytest.param(QWEN3, id="qwen3"), pytest.param(QWEN3_MOE, id="qwen3-moe")])
+@pytest.mark.parametrize(
+    "config",
+    [pytest.param(QWEN3, id="qwen3"), pytest.param(QWEN3_MOE, id="qwen3-moe", marks=pytest.mark.all)],
+)
 def test_a_model_of_sglang_is_followed_wherever_it_moves(config: PretrainedConfig) -> None:
     """Against the parameters of a second instance, into which SGLang's own loader loads."""
     run_ranks(check_contract, 1, config, timeout_seconds=180)
