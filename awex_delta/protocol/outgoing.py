@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from awex_delta.conversion.routes import Route
+from awex_delta.conversion.routes import Conversion, Route
 from awex_delta.lines.boxes import BoxMap
 from awex_delta.lines.changes import Changes
 from awex_delta.lines.ends import LineEnd
@@ -23,6 +23,7 @@ class Outgoing:
     first read in an update.
 
     Attributes:
+        conversion: of this rank's weights.
         pairs: the lines.
         ends: this rank's end of each of them.
     """
@@ -36,7 +37,7 @@ class Outgoing:
             plan: this rank's plan.
         """
         self._view = view
-        self._routes = routes
+        self.conversion = Conversion(view, routes)
         self.pairs = plan.pairs
         self._line = trainer_line(route.info for route in routes.values())
         self._storages: Storages | None = None
@@ -51,6 +52,7 @@ class Outgoing:
     def release(self) -> None:
         """Let go of the weights at the end of an update: the next one looks at them anew."""
         self._storages = None
+        self.conversion.release()
 
     def changes(self, found: Changes) -> dict[PairKey, Changes]:
         """The changes of every line, with values; the same object for engines of one layout.
@@ -74,11 +76,9 @@ class Outgoing:
     def _memory(self) -> Storages:
         if self._storages is None:
             tensors = [self._view.tensor(key).detach() for key in self._line.names]
-            for key, route in self._routes.items():
+            for route in self.conversion.routes.values():
                 if route.relocations is None:
-                    converted = self._view.convert(key, self._view.tensor(key).detach())
-                    route.check(converted)
-                    tensors += [tensor.detach() for _, tensor in converted]
+                    tensors += [tensor.detach() for _, tensor in self.conversion.of(route)]
             self._storages = Storages(tensors)
         return self._storages
 

@@ -9,7 +9,6 @@ from functools import partial
 
 import torch
 
-from awex_delta.conversion.routes import convert_all
 from awex_delta.detection.slices import Detection
 from awex_delta.lines.changes import Changes
 from awex_delta.lines.ends import LineEnd
@@ -191,6 +190,8 @@ class Sender(TrainerEnd):
         if self._shares_whole:
             _, late = self._session.attempt(None, self._view.gather_params)
             failure = failure or late
+        _, late = self._session.attempt(None, outgoing.conversion.convert_together)
+        failure = failure or late
         work = partial(self._pack, decision, detection, outgoing, watch, verifier)
         packed, here = self._session.attempt("encode", work)
         self._session.agree("encode", failure or here or verifier.failure)
@@ -247,9 +248,11 @@ class Sender(TrainerEnd):
     def _send_full(
         self, outgoing: Outgoing, watch: Stopwatch, verifier: Verifier, failure: str
     ) -> tuple[int, int]:
-        _, late = self._session.attempt(None, self._view.gather_params)
-        tensors, here = self._session.attempt("prepare", lambda: convert_all(self._view, self._routes))
-        self._session.agree("prepare", failure or late or here)
+        for work in (self._view.gather_params, outgoing.conversion.convert_together):
+            _, late = self._session.attempt(None, work)
+            failure = failure or late
+        tensors, here = self._session.attempt("prepare", outgoing.conversion.all)
+        self._session.agree("prepare", failure or here)
         watch.lap("prepare")
         plan = self._session.met.plan.dense
         self._comm.send_weights(tensors or {}, plan, phase="send weights")

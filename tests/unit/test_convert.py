@@ -84,7 +84,8 @@ def moved(relocations: Sequence[Relocation], parameter: torch.Tensor) -> dict[st
 def prove_relocation(
     convert: Converter, shape: Sequence[int], dtype: torch.dtype = torch.bfloat16
 ) -> tuple[Relocation, ...] | None:
-    return Prover().prove("weight", convert, shape, dtype)
+    like = torch.empty(tuple(shape), dtype=dtype, device="meta")
+    return Prover(0).prove("weight", convert, like, convert(like))
 
 
 def proved(
