@@ -14,6 +14,7 @@ import time
 import uuid
 from dataclasses import asdict, dataclass
 
+from awex_delta.errors import UNREADABLE
 from awex_delta.folder.folder import Folder
 
 logger = logging.getLogger(__name__)
@@ -127,5 +128,5 @@ class Claim:
             return _Sign(
                 run_id=str(sign["run_id"]), beat=str(sign["beat"]), seconds=max(float(sign["seconds"]), 0.0)
             )
-        except (FileNotFoundError, ValueError, KeyError, TypeError):
+        except (FileNotFoundError, *UNREADABLE):
             return None  # free, or no sign of a writer

@@ -14,7 +14,7 @@ from typing import Any
 import fsspec
 from fsspec.spec import AbstractBufferedFile
 
-from awex_delta.errors import ConfigError
+from awex_delta.errors import UNREADABLE, ConfigError
 
 INDEX = "model.safetensors.index.json"
 """The file that makes a version exist: its manifest, which HF loaders read as a checkpoint's index."""
@@ -165,7 +165,7 @@ class Folder:
             try:
                 lease = json.loads(self.read(f"{_LEASES}/{name}"))
                 oldest, until = int(lease["oldest"]), float(lease["until"])
-            except (FileNotFoundError, ValueError, KeyError, TypeError):
+            except (FileNotFoundError, *UNREADABLE):
                 continue  # ended just now, or never a lease
             if until > time.time():
                 held.append(oldest)

@@ -6,16 +6,17 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from pydantic import BaseModel, ConfigDict
 from safetensors import SafetensorError, safe_open
 
+from awex_delta.errors import UNREADABLE
 from awex_delta.folder.folder import INDEX, Folder
-from awex_delta.folder.manifest import Manifest, checksum
+from awex_delta.folder.manifest import Checksum, Count, FileName, Manifest, checksum
 from awex_delta.folder.pack import SAFETENSORS
 from awex_delta.plan.describe import WIRE_DTYPES, dtype_name
 from awex_delta.wire.codec import as_bytes
@@ -32,27 +33,22 @@ class DamagedBaseError(Exception):
     """The local checkpoint is not what its index says."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Marker:
+class Marker(BaseModel):
     """What the local checkpoint is. shards: shard -> tensor -> xxh3 of its bytes."""
+
+    model_config = ConfigDict(frozen=True)
 
     id: str
     run_id: str
-    version: int
-    shards: Mapping[str, Mapping[str, str]]
+    version: Count
+    shards: dict[FileName, dict[str, Checksum]]
 
 
 def parse_marker(index: bytes) -> Marker | None:
     """Which version an index says that the checkpoint is, None where it is none of a folder's."""
     try:
-        section = json.loads(index)["metadata"][_SECTION]
-        return Marker(
-            id=str(section["id"]),
-            run_id=str(section["run_id"]),
-            version=int(section["version"]),
-            shards={str(shard): dict(sums) for shard, sums in section["shards"].items()},
-        )
-    except (ValueError, KeyError, TypeError, AttributeError):
+        return Marker.model_validate(json.loads(index)["metadata"][_SECTION])
+    except UNREADABLE:
         return None
 
 
@@ -115,7 +111,7 @@ def open_in_place(path: Path) -> tuple[Tensors, np.memmap[Any, Any]]:
             if name != "__metadata__":
                 first, last = (start + offset for offset in entry["data_offsets"])
                 tensors[name] = data[first:last].view(_DTYPES[entry["dtype"]]).view(entry["shape"])
-    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+    except (RuntimeError, *UNREADABLE) as error:
         raise DamagedBaseError(f"the header of {path.name} cannot be read: {error!r}") from error
     return tensors, memory
 

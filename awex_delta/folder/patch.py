@@ -187,14 +187,15 @@ class Journal:
     def _redo(self, manifest: Manifest, on_write: Callable[[int], None]) -> None:
         index = self._folder.read(f"{version_name(manifest.version)}/{_INDEX_TO_COME}")
         marker = parse_marker(index)
-        if marker is None or manifest.files[-1].xxh3 != checksum([index]):
+        shards = sorted({line.boxes.file for line in manifest.lines})
+        is_whole = manifest.files[-1:] and manifest.files[-1].xxh3 == checksum([index])
+        if marker is None or not is_whole or not marker.shards.keys() >= set(shards):
             raise DamagedBaseError("the index to come is damaged")
         held = read_marker(self._local)
         if held is not None and held.id == manifest.id:
             return  # killed after the last step
         if held is not None and held.id != manifest.base_id:
             raise DamagedBaseError("the checkpoint was replaced meanwhile")
-        shards = sorted({line.boxes.file for line in manifest.lines})
         self._step("withdraw the index")
         self._local.remove(INDEX)
         for shard in shards:
