@@ -125,6 +125,7 @@ def fuzz(name: str, target: Target, folder: Path, seconds: int) -> None:
 
 def main(folder: Path, seconds: int, names: list[str]) -> None:
     """Run some targets, or all, `AT_ONCE` beside each other."""
+    folder.mkdir(parents=True, exist_ok=True)
     os.fsync = lambda fd: None  # what is written is read again at once, whatever a disk does
     memory, parent = Path("/dev/shm"), os.getpid()  # noqa: S108 - no disk, where there is one
     tempfile.tempdir = tempfile.mkdtemp(dir=memory if memory.is_dir() else None)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from awex_delta.errors import AwexDeltaError, CorruptFrameError, LockstepError
+from awex_delta.errors import AwexDeltaError, ConfigError, CorruptFrameError, LockstepError
 from awex_delta.folder.claim import Claim
 from awex_delta.folder.folder import Folder
 from awex_delta.folder.local import parse_marker
@@ -41,6 +41,11 @@ def test_a_line_that_is_longer_than_positions_are(shape: list[int]) -> None:
 def test_a_version_beyond_int64() -> None:
     with pytest.raises(CorruptFrameError, match="less than"):
         edited("manifests", DELTA, lambda body: body.update(base_version=2**63))
+
+
+def test_a_preset_of_a_model_too_large_to_count() -> None:
+    with pytest.raises(ConfigError, match="vocab_size"):
+        edited("presets", 0, lambda preset: preset["model"].update(vocab_size=10**400))
 
 
 NO_NUMBERS = ['{"oldest": Infinity, "until": 9e9}', '{"oldest": 0, "until": [1]}', "[" * 100_000, "7"]
