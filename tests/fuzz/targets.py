@@ -11,7 +11,7 @@ import struct
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -459,6 +459,7 @@ def rows() -> Target:
     part = PartSum(name="a", offset=(0,), numel=1, whole=1, sum=5)
     said.append(json.dumps({"b" * 32: dump_sums([part])}).encode())
     said.append(json.dumps({"order": [["a", 1]], "absent": {"a": ""}, "refused": ""}).encode())
+    said.append(json.dumps(asdict(mine)).encode())  # of another trainer
 
     def run(data: bytes) -> None:
         choice, text = _split(data)

@@ -15,7 +15,7 @@ from awex_delta.folder.local import parse_marker
 from tests.fuzz.targets import TARGETS
 
 FULL, DELTA = 0, 1
-VERIFY, PARTS, TARGETS_BEGIN = 3, 4, 5
+STATUS, VERIFY, PARTS, TARGETS_BEGIN, TRAINER = 1, 3, 4, 5, 6
 
 
 def edited(target: str, seed: int, edit: Callable[[Any], object]) -> None:
@@ -95,6 +95,10 @@ def test_an_index_to_come_that_lacks_a_shard_of_its_journal() -> None:
 @pytest.mark.parametrize(
     ("seed", "edit"),
     [
+        (TRAINER, lambda row: row.update(changed=10**400)),
+        (TRAINER, lambda row: row.update(owned=10**400)),
+        (TRAINER, lambda row: row.update(changed=-1)),
+        (STATUS, lambda row: row["facts"].update(bytes=2**63)),
         (VERIFY, lambda row: row.update({"0": ["one"] * len(row["0"])})),
         (VERIFY, lambda row: row.update({"0": None})),
         (PARTS, lambda row: row.update({key: [{"name": "a"}] for key in row})),
