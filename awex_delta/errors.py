@@ -120,3 +120,15 @@ class PeerError(UpdateError):
 
 class ChainError(UpdateError):
     """No chain of versions in the folder leads to the one asked for. Says which link is missing."""
+
+
+UNREADABLE = (
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    IndexError,
+    OverflowError,
+    RecursionError,
+)
+"""What plain code raises that takes foreign JSON apart: JSON may nest too deep, and has an infinity."""

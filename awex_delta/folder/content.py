@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
 from awex_delta.engines.view import EngineTensor
+from awex_delta.errors import LockstepError
 from awex_delta.folder.apply import Piece
 from awex_delta.folder.live import Live
 from awex_delta.folder.manifest import HfSpace, Manifest
@@ -174,8 +175,11 @@ def dump_sums(sums: Sequence[PartSum]) -> Any:
 
 
 def load_sums(value: Any) -> list[PartSum]:
-    """Read back. Raises pydantic.ValidationError."""
-    return _PART_SUMS.validate_python(value)
+    """Read back. Raises LockstepError if another rank sent something else."""
+    try:
+        return _PART_SUMS.validate_python(value)
+    except ValidationError as error:
+        raise LockstepError(f"a rank of this engine sent no digests of its parts: {error}") from error
 
 
 def _part_sum(part: EngineTensor, total: int) -> PartSum:

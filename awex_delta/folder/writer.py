@@ -245,6 +245,8 @@ class DiskWriter(TrainerEnd):
         kind, failure = decision.verdict.kind, ""
         if kind is Kind.FULL or self._shares_whole:
             failure = self._gather(outgoing)
+        _, late = self._session.attempt(None, outgoing.conversion.convert_together)
+        failure = failure or late
         scope = scope_of(self._settings, decision)
         if kind is Kind.DELTA:
             packed, here = self._session.attempt(
@@ -253,13 +255,13 @@ class DiskWriter(TrainerEnd):
         else:
             detection = Detection()
             taken, here = self._session.attempt(
-                "prepare", lambda: take_weights(self._view, self._routes, self._met.wholes, self._rank)
+                "prepare", lambda: take_weights(outgoing.conversion, self._met.wholes, self._rank)
             )
             self._session.agree("prepare", failure or here)
             packed, here = self._session.attempt("encode", lambda: self._pack_full(taken or {}, scope))
         is_compared = kind is Kind.FULL and scope is not Scope.OFF
         copies = self._session.met.plan.copies if is_compared else {}
-        sums, late = self._session.attempt(None, lambda: hash_copies(self._view, self._routes, copies))
+        sums, late = self._session.attempt(None, lambda: hash_copies(outgoing.conversion, copies))
         file, digests = packed or (None, {})
         mine = {
             "token": random.getrandbits(62),  # rank 0's names this attempt

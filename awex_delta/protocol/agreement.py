@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
+from pydantic import Field
 
 from awex_delta.errors import LockstepError, UpdateAborted
 from awex_delta.protocol.ledger import EngineLedger
 from awex_delta.protocol.verdict import Kind, Reason, Verdict
 from awex_delta.wire.choice import expected_bytes
+
+Count = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,14 +32,14 @@ class Proposal:
     """
 
     role: str
-    version: int
+    version: Count
     run_id: str
-    held: int | None
+    held: Count | None
     dirty: bool = False
     reason: Reason = Reason.NONE
     detail: str = ""
-    changed: int = 0
-    owned: int = 0
+    changed: Count = 0
+    owned: Count = 0
     failure: str = ""
     anew: bool = False
 
@@ -45,9 +49,9 @@ class Status:
     """How a phase ended on one rank: why it cannot go on (empty when it can), and counts for all."""
 
     phase: str
-    version: int
+    version: Count
     failure: str
-    facts: dict[str, int]
+    facts: dict[str, Annotated[int, Field(ge=0, lt=2**64)]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

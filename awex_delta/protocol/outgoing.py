@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from awex_delta.conversion.routes import Route
+from awex_delta.conversion.routes import Conversion, Route
 from awex_delta.errors import UnsupportedError
 from awex_delta.lines.boxes import BoxMap
 from awex_delta.lines.changes import Changes
@@ -24,6 +24,7 @@ class Outgoing:
     first read in an update.
 
     Attributes:
+        conversion: of this rank's weights.
         pairs: the lines.
         ends: this rank's end of each of them.
     """
@@ -40,7 +41,7 @@ class Outgoing:
             device: where its weights have to lie; None for where the first `look` finds them.
         """
         self._view = view
-        self._routes = routes
+        self.conversion = Conversion(view, routes)
         self._device = device
         self._live: Mapping[str, torch.Tensor] = {}  # as of `look`
         self.pairs = plan.pairs
@@ -62,9 +63,9 @@ class Outgoing:
                 device than it had.
         """
         self.release()
-        live = {key: self._view.tensor(key).detach() for key in self._routes}
+        live = {key: self._view.tensor(key).detach() for key in self.conversion.routes}
         device = self._device or next((tensor.device for tensor in live.values()), torch.device("cpu"))
-        for (key, tensor), route in zip(live.items(), self._routes.values(), strict=True):
+        for (key, tensor), route in zip(live.items(), self.conversion.routes.values(), strict=True):
             why = unreadable(tensor) or _changed(tensor, route.info)
             here = tensor.device
             if not why and (here.type != device.type or device.index not in (None, here.index)):
@@ -79,6 +80,7 @@ class Outgoing:
     def release(self) -> None:
         """Let go of the weights, at the end of an update or once they were gathered: look at them anew."""
         self._live, self._storages = {}, None
+        self.conversion.release()
 
     def changes(self, found: Changes) -> dict[PairKey, Changes]:
         """The changes of every line, with values; the same object for engines of one layout.
@@ -101,13 +103,11 @@ class Outgoing:
 
     def _memory(self) -> Storages:
         if self._storages is None:
-            live = self._live or {key: self._view.tensor(key).detach() for key in self._routes}
+            live = self._live or {key: self._view.tensor(key).detach() for key in self.conversion.routes}
             tensors = [live[key] for key in self._line.names]
-            for key, route in self._routes.items():
+            for route in self.conversion.routes.values():
                 if route.relocations is None:
-                    converted = self._view.convert(key, live[key])
-                    route.check(converted)
-                    tensors += [tensor.detach() for _, tensor in converted]
+                    tensors += [tensor.detach() for _, tensor in self.conversion.of(route)]
             self._storages = Storages(tensors)
         return self._storages
 

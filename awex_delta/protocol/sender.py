@@ -9,7 +9,6 @@ from functools import partial
 
 import torch
 
-from awex_delta.conversion.routes import convert_all
 from awex_delta.detection.slices import Detection
 from awex_delta.errors import WeightsAwayError
 from awex_delta.lines.changes import Changes
@@ -207,6 +206,8 @@ class Sender(TrainerEnd):
     ) -> tuple[int, int]:
         if self._shares_whole:
             failure = self._gather(outgoing) or failure
+        _, late = self._session.attempt(None, outgoing.conversion.convert_together)
+        failure = failure or late
         work = partial(self._pack, decision, detection, outgoing, watch, verifier)
         packed, here = self._session.attempt("encode", work)
         self._session.agree("encode", failure or here or verifier.failure)
@@ -264,8 +265,9 @@ class Sender(TrainerEnd):
         self, outgoing: Outgoing, watch: Stopwatch, verifier: Verifier, failure: str
     ) -> tuple[int, int]:
         late = self._gather(outgoing)
-        tensors, here = self._session.attempt("prepare", lambda: convert_all(self._view, self._routes))
-        self._session.agree("prepare", failure or late or here)
+        _, later = self._session.attempt(None, outgoing.conversion.convert_together)
+        tensors, here = self._session.attempt("prepare", outgoing.conversion.all)
+        self._session.agree("prepare", failure or late or later or here)
         watch.lap("prepare")
         plan = self._session.met.plan.dense
         self._comm.send_weights(tensors or {}, plan, phase="send weights")

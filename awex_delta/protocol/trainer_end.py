@@ -149,7 +149,7 @@ class TrainerEnd:
 
     def _describe(self, agreed: Mapping[str, Any]) -> TrainerSpec:
         if not self._routes:
-            self._routes = find_routes(self._view)
+            self._routes = find_routes(self._view, self._rank)
         layout, infos = self._view.layout(), [route.info for route in self._routes.values()]
         return TrainerSpec(
             rank=self._rank,

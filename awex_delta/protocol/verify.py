@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from enum import StrEnum
+from typing import Any
 
 import torch
 
@@ -164,10 +165,10 @@ class Verifier:
         for engine, line in lines.items():
             sums = [0] * len(line.names)
             for seat, row in enumerate(rows):
-                told = row.get(str(engine)) if isinstance(row, dict) else None
-                if not isinstance(told, list) or len(told) != len(sums):
+                told: Any = row.get(str(engine)) if isinstance(row, dict) else None
+                if not _are_sums(told, len(sums)):
                     raise LockstepError(f"{place(seat)} sent no digests in phase {phase!r}")
-                sums = [total + int(one) for total, one in zip(sums, told, strict=True)]
+                sums = [total + one for total, one in zip(sums, told, strict=True)]
             names = zip(line.names, sums, strict=True)
             differ[engine] = [name for name, total in names if total % MODULUS]
         raise VerificationError(_explanation(self._version, differ))
@@ -185,6 +186,10 @@ class Verifier:
                 totals += sums_by_group(pos.cpu(), value.cpu(), salts, tensor_of_box[box])
         sign = -1 if self._is_engine else 1
         return [sign * total % MODULUS for total in totals.tolist()]
+
+
+def _are_sums(told: Any, count: int) -> bool:
+    return isinstance(told, list) and len(told) == count and all(type(one) is int for one in told)
 
 
 def _explanation(version: int, differ: Mapping[int, Sequence[str]]) -> str:

@@ -13,6 +13,7 @@ from awex.models.registry import get_train_weights_converter
 from awex.sharding.rank_info import RankInfo
 from megatron.core.distributed import DistributedDataParallel
 
+from awex_delta.conversion.alone import Alone
 from awex_delta.detection.baselines import Baselines
 from awex_delta.detection.optimizers import SteppedParams, moments, part_of, step_counts
 from awex_delta.detection.slices import Detection, OwnedSlice, param_key
@@ -339,7 +340,8 @@ class MegatronTrainer:
         for key, info in self._infos.items():
             meta = torch.empty(info.shape, dtype=info.dtype, device="meta")
             try:
-                first, second = self.convert(key, meta), self.convert(key, meta)
+                with Alone(info.param):
+                    first, second = self.convert(key, meta), self.convert(key, meta)
             except (NotImplementedError, ValueError, RuntimeError, AssertionError) as error:
                 raise UnsupportedError(f"AWEX cannot convert {info.param} {info.shape}: {error}") from error
             if [(name, out.shape) for name, out in first] != [(name, out.shape) for name, out in second]:

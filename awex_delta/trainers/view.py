@@ -148,6 +148,10 @@ class TrainerView(Protocol):
         """HF names and tensors for a tensor shaped like `tensor(key)`, by AWEX's converter.
 
         Accepts any dtype and the meta device. A tied lm_head is listed beside the embedding.
+
+        Rank-local, or collective over a group of the training framework; then it calls the collective with
+        meta tensors too, and is called with data on all trainer ranks, in the order of `weights()`, at one
+        place of every update.
         """
 
     def transfer(self) -> AbstractContextManager[None]:

@@ -71,9 +71,9 @@ def nudge(trainer: Any, name: str) -> None:
     weight = trainer._weights[key].view(-1)
     raw = weight.view(torch.int16 if weight.dtype is torch.bfloat16 else torch.int32)
     raw[-1] += 1
-    if key in trainer._masters:
+    if key in trainer._stepped.live():
         with torch.no_grad():
-            trainer._masters[key].view(-1)[-1] = weight[-1].float()
+            trainer._stepped.live()[key].view(-1)[-1] = weight[-1].float()
 
 
 @pytest.mark.parametrize("names", [(NORM,), (BIAS,), (NORM, EMBED, BIAS, DOWN)])
