@@ -198,8 +198,8 @@ def scene(make: Callable[..., Pairing]) -> Scene:
 
 
 CALLED = {
-    (1, "delta"): {"synchronize", "committed"},
-    (1, "full"): {"synchronize", "committed"},
+    (1, "delta"): {"tensors", "synchronize", "committed"},
+    (1, "full"): {"tensors", "synchronize", "committed"},
     (1, "connect"): {"tensors", "synchronize", "committed"},
     (3, "delta"): {"detect", "tensor", "convert"},
     (3, "full"): {"gather_params", "tensor", "convert"},
