@@ -18,7 +18,7 @@ PINNED := $(filter torch==2.13.0,$(TORCH))
 VLLM := $(if $(PINNED),$(if $(filter Linux-x86_64,$(shell uname -s)-$(shell uname -m)),.venv/.installed-vllm))
 SGLANG := $(if $(PINNED),.venv/.installed-sglang)
 
-.PHONY: demo example test test-all test-fast vllm sglang check format docs site bench gpu clean
+.PHONY: demo example test test-all test-fast vllm sglang check format docs site bench exactness gpu clean
 
 demo: .venv/.installed
 	$(BIN)/awex-delta demo
@@ -70,6 +70,11 @@ site: .venv/.installed-dev
 bench: .venv/.installed
 	$(BIN)/awex-delta bench detect
 	$(BIN)/awex-delta bench sync
+
+# Detection judged over ten billion elements: hours, but it goes on where it was stopped. Then the table of the pages.
+exactness: .venv/.installed-dev
+	$(BIN)/python -W ignore -m tests.numerics.exactness
+	$(BIN)/python -W ignore -m tests.numerics.exactness --pages
 
 # Whatever needs a CUDA device, on one of them in under nine minutes, into build/gpu.json. GPU machines often have
 # a Python with its own torch and reach no index: make gpu WHEELS=folder takes what is missing from a folder.

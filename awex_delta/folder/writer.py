@@ -180,7 +180,6 @@ class DiskWriter(TrainerEnd):
         except BaseException:
             self._ledger = self._ledger.abort()
             raise
-        self._view.committed()
         self._writing = job, self._background.submit(self._publisher.publish, job)
         logger.log(
             logging.INFO if self._rank == 0 else logging.DEBUG, "version %d: %s", version, stats.verdict
@@ -271,7 +270,9 @@ class DiskWriter(TrainerEnd):
             "owned": detection.num_owned,
             "parity": parity(self._rank, copies, sums or {}),
         }
-        facts = self._session.agree("encode", failure or here or late, **mine)
+        # Before all agree, because it may fail. If they do not, the next version is full in any case.
+        _, last = self._session.attempt(None, self._view.committed)
+        facts = self._session.agree("encode", failure or here or late or last, **mine)
         warn_of_drift(self._session, decision.version, facts, copies, sums or {})
         watch.lap("encode")
         stats = self._session.stats(decision, facts, mine=mine, verified=scope.value, seconds=watch.seconds)

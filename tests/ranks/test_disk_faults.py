@@ -124,6 +124,26 @@ def test_a_rank_that_fails_while_packing_fails_all_and_the_next_version_is_full(
     assert engine.holds(trainers.history[version])
 
 
+@pytest.mark.parametrize("is_delta", [False, True])
+def test_a_trainer_that_cannot_note_the_commit_fails_all_and_the_next_version_is_full(
+    build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_delta: bool
+) -> None:
+    trainers = build(Trainers, str(tmp_path), anchor_interval=0)
+    version = trainers.write(0)[0].version + 1 if is_delta else 0
+
+    def fail() -> None:
+        raise MemoryError("no room")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(trainers.views[1], "committed", fail)
+        outcome = trainers.begin(version)
+    assert all(isinstance(one, UpdateAborted) and "MemoryError: no room" in str(one) for one in outcome)
+    assert trainers.write(version)[0].verdict.kind.value == "full"
+    engine = build(Engine, trainers)
+    assert engine.read() == version
+    assert engine.holds(trainers.history[version])
+
+
 def write_chain(build: Build, tmp_path: Path) -> Trainers:
     """Versions F0 D1 D2 F3 D4 in a folder."""
     trainers: Trainers = build(

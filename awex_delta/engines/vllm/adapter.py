@@ -80,14 +80,14 @@ class VllmEngine:
         return self._parts()
 
     def synchronize(self) -> None:
-        """Block until writes to the weights are done on the device."""
+        """Block until writes to the weights are done on the device, and note a few elements of each."""
         if self._device.type != "cpu":
             torch.accelerator.synchronize(self._device)
+        self._sample = self._take_sample()
 
     def committed(self, version: int) -> None:
         """Note the version. The process that schedules requests drops the prefix cache (`vllm_driver`)."""
         self.version = version
-        self._sample = self._take_sample()
 
     def still_committed(self) -> bool:
         """False when weights were lost or replaced since the last commit, as by sleeping or reloading.
