@@ -267,14 +267,12 @@ class MegatronTrainer:
         line = trainer_line(self._infos.values())
         begins = dict(zip(line.names, line.starts.tolist(), strict=False))
         for key, part in self._parts.items():
-            weight = self._params[key]
-            within = part_of(weight.numel(), part.start, part.stop)
-            yield self._infos[key], begins[key] + part.start, within, weight, part
+            within = part_of(self._params[key].numel(), part.start, part.stop)
+            yield self._infos[key], begins[key] + part.start, within, self._params[key], part
 
     def _live_with_steps(self) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
         """What the optimizers step now, and their counters, by key."""
-        live: dict[str, torch.Tensor] = {}
-        steps: dict[str, int] = {}
+        live, steps = dict[str, torch.Tensor](), dict[str, int]()
         for stepped in self._watched:
             params = stepped.live()
             live.update(params)

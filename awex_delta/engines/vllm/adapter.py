@@ -102,7 +102,7 @@ class VllmEngine:
         sample = []
         for weight in self._model.parameters():
             held = weight.untyped_storage().nbytes() > 0  # what was released cannot be read
-            cells = bits(weight).reshape(-1) if held else torch.empty(0, dtype=torch.int16)
+            cells = bits(weight).reshape(-1) if held else torch.empty(0, dtype=torch.int16, device="cpu")
             sample.append(cells[:: max(1, -(-cells.numel() // _SAMPLE))].clone())
         return sample
 
