@@ -14,6 +14,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.all
 def test_our_writes_make_no_tensor_of_full_size_and_vllms_sparse_loader_does() -> None:
     model = {"layers": 1, "hidden": 128, "heads": 4, "kv_heads": 2, "head_dim": 32, "ffn": 1024}
     record = run(model=model, lr=1e-6, repeats=2, timeout_seconds=280)

@@ -80,6 +80,7 @@ def rewards(lines: Sequence[UpdateLine]) -> list[float]:
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.all
 def test_it_learns_and_is_the_same_training_with_full_syncs(tmp_path: Path) -> None:
     off = "actor.enable_delta_weight_update=false"
     runs = [

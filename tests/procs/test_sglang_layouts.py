@@ -88,8 +88,13 @@ def check_layout(me: Rank, config: PretrainedConfig, options: dict[str, Any]) ->
     [
         pytest.param(QWEN3, {"tp": 1}, id="qwen3-tied"),
         pytest.param(QWEN3, {"tp": 2}, id="qwen3-tp2-one-kv-head"),
-        pytest.param(UNTIED, {"tp": 2, "dp_size": 2, "enable_dp_attention": True}, id="attention-dp2"),
-        pytest.param(QWEN3_MOE, {"tp": 2}, id="qwen3-moe-tp2"),
+        pytest.param(
+            UNTIED,
+            {"tp": 2, "dp_size": 2, "enable_dp_attention": True},
+            id="attention-dp2",
+            marks=pytest.mark.all,
+        ),
+        pytest.param(QWEN3_MOE, {"tp": 2}, id="qwen3-moe-tp2", marks=pytest.mark.all),
         pytest.param(QWEN3_MOE, {"tp": 4, "ep": 2}, id="qwen3-moe-tp4-ep2"),
         pytest.param(SHARED_EXPERT, {"tp": 2}, id="shared-expert-and-biases-tp2"),
     ],

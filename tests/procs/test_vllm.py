@@ -226,6 +226,7 @@ def test_vllm_is_followed_wherever_its_weights_move(
     assert reasons[3:] == ["LayoutError", Reason.PREVIOUS_ABORTED, Reason.ENGINE_MOVED, Reason.NONE]
 
 
+@pytest.mark.all
 def test_weights_that_vllm_packed_are_refused_and_its_own_kernels_agree(
     tmp_path: Path, member: Callable[[VllmOptions], VllmMember]
 ) -> None:
@@ -257,6 +258,7 @@ def agree(found: Answers, expected: Answers) -> bool:
     return True
 
 
+@pytest.mark.all
 def test_views_read_what_vllm_loaded_where_heads_are_repeated_and_lm_head_is_tied(
     tmp_path: Path, member: Callable[[VllmOptions], VllmMember]
 ) -> None:
