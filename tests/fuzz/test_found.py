@@ -95,6 +95,20 @@ def test_an_index_to_come_that_lacks_a_shard_of_its_journal() -> None:
         target.run(one[:1] + json.dumps(body).encode())  # the checkpoint is written anew
 
 
+def test_a_journal_that_names_a_file_longer_than_names_can_be() -> None:
+    target = TARGETS["journals"]()
+    (commit,) = [one for one in target.seeds if b'"base"' in one]
+    body = json.loads(commit[1:])
+    body["index"]["name"] = "a" * 256
+    target.run(commit[:1] + json.dumps(body).encode())  # the checkpoint is written anew
+
+
+@pytest.mark.parametrize("name", ["a" * 201, "../other", ""])
+def test_a_manifest_that_names_what_is_no_file(name: str) -> None:
+    with pytest.raises(CorruptFrameError, match="files"):
+        edited("manifests", FULL, lambda body: body["files"][0].update(name=name))
+
+
 @pytest.mark.parametrize(
     ("seed", "edit"),
     [
