@@ -33,8 +33,8 @@ Sizes = tuple[Count, ...]
 Dtype = Literal["bfloat16", "float32", "float16"]
 Checksum = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
 FileName = Annotated[
-    str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$")
-]  # never a path that leads elsewhere
+    str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$", max_length=200)
+]  # never a path that leads elsewhere, and short enough for what is added while a file is written
 
 
 class _Entry(BaseModel):

@@ -15,6 +15,7 @@ from awex_delta.plan.describe import WIRE_DTYPES, Spec, dtype_name
 from awex_delta.plan.pairs import Pair
 from awex_delta.plan.rank import Plan
 from awex_delta.plan.world import World, make_world
+from awex_delta.protocol.agreement import Count
 from awex_delta.protocol.comm import Comm
 
 _Name = Annotated[str, Field(pattern=f"^({'|'.join(WIRE_DTYPES)})$")]
@@ -26,7 +27,7 @@ class _Word:
     """What one rank says of its plan: its lines, and bytes of a full sync; or why it has none."""
 
     lines: tuple[_Line, ...] = ()
-    bytes: int = 0
+    bytes: Count = 0
     error: str = ""
     text: str = ""
 

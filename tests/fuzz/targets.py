@@ -7,6 +7,7 @@ a compressor, the input holds what is inside, and the target seals it: so an inp
 from __future__ import annotations
 
 import json
+import shutil
 import struct
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -24,14 +25,14 @@ import zstandard
 from fastapi.testclient import TestClient
 
 from awex_delta.cli.plan import plan_preset
-from awex_delta.errors import AwexDeltaError, VerificationError
+from awex_delta.errors import VerificationError
 from awex_delta.folder.claim import Claim
 from awex_delta.folder.content import PartSum, differing, dump_sums, load_sums
 from awex_delta.folder.folder import INDEX, Folder, version_name
 from awex_delta.folder.local import DamagedBaseError, load_checked, open_shard
 from awex_delta.folder.manifest import checksum, parse_manifest
 from awex_delta.folder.patch import JOURNAL
-from awex_delta.folder.peers import Peers
+from awex_delta.folder.peers import Peers, Word
 from awex_delta.folder.pull import LocalCheckpoint
 from awex_delta.folder.reader import DiskReader
 from awex_delta.folder.survey import survey
@@ -50,7 +51,9 @@ from awex_delta.plan.rank import plan_rank
 from awex_delta.plan.world import World, make_world
 from awex_delta.protocol.agreement import Proposal
 from awex_delta.protocol.comm import _parse_json
+from awex_delta.protocol.connecting import _compared, _raise_first, _Word, _words
 from awex_delta.protocol.rendezvous import Rendezvous
+from awex_delta.protocol.replicas import warn_of_drift
 from awex_delta.protocol.session import Session
 from awex_delta.protocol.targets import Targets
 from awex_delta.protocol.verdict import Reason
@@ -322,29 +325,23 @@ def journals() -> Target:
         if step == "withdraw the index":
             raise InterruptedError(step)
 
-    with suppress(InterruptedError, AwexDeltaError):
+    with suppress(InterruptedError):
         LocalCheckpoint(local, Folder(str(run_folder)), on_step=stop).pull(1)
     left = {name: value for name, value in _files(local).items() if not name.endswith("lock")}
     names = sorted(left)
-    manifest = next(at for at, name in enumerate(names) if name.startswith(JOURNAL) and name.endswith(INDEX))
-    version = names[manifest].rpartition("/")[0]
+    commit = next(name for name in names if name.startswith(JOURNAL) and b'"base"' in left[name])
 
     def run(data: bytes) -> None:
         choice, text = _split(data)
-        at = (choice & 15) % len(names)
-        files = {**left, names[at]: text}
-        if not choice & RAW:
-            if at == manifest:
-                files[names[at]] = _sealed_manifest(text)
-            elif names[at].startswith(JOURNAL):
-                files[names[manifest]] = _resealed(files, version)
+        name = names[(choice & 15) % len(names)]
+        files = {**left, name: text}
+        if name.startswith(JOURNAL) and name != commit and not choice & RAW:
+            files[commit] = left[commit].replace(checksum([left[name]]).encode(), checksum([text]).encode())
+        shutil.rmtree(local)
         _write(local, files)
         LocalCheckpoint(local, Folder(str(run_folder))).pull()
 
-    def content(at: int) -> bytes:
-        return _body(left[names[at]]) if at == manifest else left[names[at]]
-
-    return Target(seeds=[bytes([at]) + content(at) for at in range(len(names))], run=run)
+    return Target(seeds=[bytes([at]) + left[name] for at, name in enumerate(names)], run=run)
 
 
 def _write(root: Path, files: Mapping[str, bytes]) -> None:
@@ -449,53 +446,76 @@ def rows() -> Target:
     """What another rank says in the agreements of an update."""
     proposal = Proposal(role="engine", version=7, run_id="a" * 32, held=6)
     mine = replace(proposal, role="trainer", reason=Reason.NONE, changed=5, owned=100)
-    status = {"phase": "encode", "version": 7, "failure": "", "facts": {"bytes": 3, "applied": 2}}
-    said = [json.dumps({"role": "engine", "version": 7, "run_id": "a" * 32, "held": 6}).encode()]
-    said += [json.dumps(status).encode(), struct.pack("<2Q", 0, 0)]
     world = world_of(engines(Model(layers=1, experts=2)), trainers(Model(layers=1, experts=2)))
     line = engine_line(world.engines[0].layout)
-    said.append(json.dumps({"0": [1] * len(line.names)}).encode())
     part = PartSum(name="a", offset=(0,), numel=1, whole=1, sum=5)
-    said.append(json.dumps({"b" * 32: dump_sums([part])}).encode())
-    said.append(json.dumps({"order": [["a", 1]], "absent": {"a": ""}, "refused": ""}).encode())
-    said.append(json.dumps(asdict(mine)).encode())  # of another trainer
+    lines = [(peer, "bfloat16", 4, 4, "0" * 16) for peer in range(2)]
+    says: Sequence[tuple[Any, Callable[[Session], object]]] = (
+        (asdict(proposal), lambda session: session.propose(mine)),
+        (
+            {"phase": "encode", "version": 7, "failure": "", "facts": {"bytes": 3, "parity": 2**63}},
+            lambda session: session.agree("encode", "", bytes=1),
+        ),
+        (struct.pack("<2Q", 0, 0), lambda session: session.exchange_counts(torch.bfloat16, {0: 0})),
+        ({"0": [1] * len(line.names)}, _name_tensors),
+        ({"b" * 32: dump_sums([part])}, _compare_sums),
+        ({"order": [["a", 1]], "absent": {"a": ""}, "refused": ""}, _begin_targets),
+        (asdict(mine), lambda session: session.propose(mine)),  # of another trainer
+        (
+            {"w": [8, 0, 1]},
+            lambda session: warn_of_drift(session, 7, [{"parity": 1}], {"w": (0, 1)}, {"w": 7}),
+        ),
+        ({"phase": "stage", "version": 7}, lambda session: _peers(session.comm).tell(Word(phase="stage"))),
+        ({"lines": lines[1:], "bytes": 8}, lambda session: _compare_plans(session, _Word(lines=(lines[0],)))),
+    )
 
     def run(data: bytes) -> None:
         choice, text = _split(data)
         session = object.__new__(Session)
         session.codecs = tuple(CODECS.values())
-        session._version = 7
+        session._version, session._causes = 7, {}
+        session._meet = lambda: None  # type: ignore[method-assign]  # what ranks say there has its own target
         session.met = SimpleNamespace(limits={}, full_bytes=9, world=world)  # type: ignore[assignment]
-        session.comm = comm = SimpleNamespace(  # type: ignore[assignment]
+        session.comm = SimpleNamespace(  # type: ignore[assignment]
+            seat=1,
             begin=lambda purpose: True,
             gather=lambda own, **_: [text, own],
+            gather_bytes=lambda own, **_: [text, own],
             gather_json=lambda own, **_: [_parse_json(0, text), own],
-            rendezvous=SimpleNamespace(world_size=2, place=lambda seat: f"seat {seat}"),
+            rendezvous=SimpleNamespace(
+                world_size=2, num_engine_ranks=0, place=lambda seat: f"seat {seat}", trainer_seat=lambda _: 1
+            ),
         )
-        if choice % 6 == 0:
-            session.propose(mine)
-        elif choice % 6 == 1:
-            session.agree("encode", "", bytes=1)
-        elif choice % 6 == 2:
-            session.exchange_counts(torch.bfloat16, {0: 0})
-        elif choice % 6 == 3:
-            verifier = object.__new__(Verifier)
-            verifier._session, verifier._version, verifier._contents = session, 7, []
-            verifier._is_engine = False
-            with suppress(VerificationError):  # which it ends with, however it reads
-                verifier._name_tensors([0], "tensors in verify")
-        elif choice % 6 == 4:
-            link = SimpleNamespace(
-                id="b" * 32, label="version 1", scope="full", digest={"a": "0" * 16}, tied={}
-            )
-            for row in _peers(comm).exchange({}, phase="verify"):
-                differing(link, [load_sums(row["b" * 32])] if "b" * 32 in row else [])  # type: ignore[arg-type]
-        else:
-            targets = object.__new__(Targets)
-            targets._meeting, targets._rank = comm, 1  # type: ignore[assignment]
-            targets._begin([("a", 1)], None)
+        says[choice % len(says)][1](session)
 
-    return Target(seeds=[bytes([at]) + one for at, one in enumerate(said)], run=run)
+    texts = [one if isinstance(one, bytes) else json.dumps(one).encode() for one, _ in says]
+    return Target(seeds=[bytes([at]) + text for at, text in enumerate(texts)], run=run)
+
+
+def _name_tensors(session: Session) -> None:
+    verifier = object.__new__(Verifier)
+    verifier._session, verifier._version, verifier._contents = session, 7, []
+    verifier._is_engine = False
+    with suppress(VerificationError):  # which it ends with, however it reads
+        verifier._name_tensors([0], "tensors in verify")
+
+
+def _compare_sums(session: Session) -> None:
+    link = SimpleNamespace(id="b" * 32, label="version 1", scope="full", digest={"a": "0" * 16}, tied={})
+    for row in _peers(session.comm).exchange({}, phase="verify"):
+        differing(link, [load_sums(row["b" * 32])] if "b" * 32 in row else [])  # type: ignore[arg-type]
+
+
+def _begin_targets(session: Session) -> None:
+    targets = object.__new__(Targets)
+    targets._meeting, targets._rank = session.comm, 1
+    targets._begin([("a", 1)], None)
+
+
+def _compare_plans(session: Session, mine: _Word) -> None:
+    words = _words(session.comm, mine)
+    _raise_first(session.comm, words, None)
+    _compared(words, 1)
 
 
 def _peers(comm: Any) -> Peers:

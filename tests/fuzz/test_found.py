@@ -15,7 +15,7 @@ from awex_delta.folder.local import parse_marker
 from tests.fuzz.targets import TARGETS
 
 FULL, DELTA = 0, 1
-STATUS, VERIFY, PARTS, TARGETS_BEGIN, TRAINER = 1, 3, 4, 5, 6
+STATUS, VERIFY, PARTS, TARGETS_BEGIN, TRAINER, COPIES, WORD, PLAN = 1, 3, 4, 5, 6, 7, 8, 9
 
 
 def edited(target: str, seed: int, edit: Callable[[Any], object]) -> None:
@@ -65,6 +65,8 @@ def test_a_lease_or_a_claim_that_is_none(tmp_path: Any, text: str) -> None:
     [
         {"version": float("inf")},
         {"version": -1},
+        {"total_size": -1},
+        {"more": 1},
         {"shards": {"../other": {}}},
         {"shards": {"a.safetensors": {"w": 7}}},
         {"shards": []},
@@ -74,8 +76,9 @@ def test_a_lease_or_a_claim_that_is_none(tmp_path: Any, text: str) -> None:
 def test_an_index_that_is_of_no_version(marker: dict[str, Any]) -> None:
     good = {"id": "a", "run_id": "b", "version": 1, "shards": {"a.safetensors": {"w": "0" * 16}}}
 
-    def index(section: Any) -> bytes:
-        return json.dumps({"metadata": {"awex_delta_pull": section}}).encode()
+    def index(section: dict[str, Any]) -> bytes:
+        total = section.pop("total_size", 9)
+        return json.dumps({"metadata": {"total_size": total, "awex_delta_pull": section}}).encode()
 
     assert parse_marker(index(good)) is not None
     assert parse_marker(index(good | marker)) is None
@@ -92,13 +95,28 @@ def test_an_index_to_come_that_lacks_a_shard_of_its_journal() -> None:
         target.run(one[:1] + json.dumps(body).encode())  # the checkpoint is written anew
 
 
+def test_a_journal_that_names_a_file_longer_than_names_can_be() -> None:
+    target = TARGETS["journals"]()
+    (commit,) = [one for one in target.seeds if b'"base"' in one]
+    body = json.loads(commit[1:])
+    body["index"]["name"] = "a" * 256
+    target.run(commit[:1] + json.dumps(body).encode())  # the checkpoint is written anew
+
+
+@pytest.mark.parametrize("name", ["a" * 201, "../other", ""])
+def test_a_manifest_that_names_what_is_no_file(name: str) -> None:
+    with pytest.raises(CorruptFrameError, match="files"):
+        edited("manifests", FULL, lambda body: body["files"][0].update(name=name))
+
+
 @pytest.mark.parametrize(
     ("seed", "edit"),
     [
         (TRAINER, lambda row: row.update(changed=10**400)),
         (TRAINER, lambda row: row.update(owned=10**400)),
         (TRAINER, lambda row: row.update(changed=-1)),
-        (STATUS, lambda row: row["facts"].update(bytes=2**63)),
+        (STATUS, lambda row: row["facts"].update(parity=2**64)),
+        (STATUS, lambda row: row["facts"].update(parity=-1)),
         (VERIFY, lambda row: row.update({"0": ["one"] * len(row["0"])})),
         (VERIFY, lambda row: row.update({"0": None})),
         (PARTS, lambda row: row.update({key: [{"name": "a"}] for key in row})),
@@ -106,6 +124,12 @@ def test_an_index_to_come_that_lacks_a_shard_of_its_journal() -> None:
         (TARGETS_BEGIN, lambda row: row.pop("refused")),
         (TARGETS_BEGIN, lambda row: row.update(order=7)),
         (TARGETS_BEGIN, lambda row: row.update(absent=[])),
+        (COPIES, lambda row: row.update(w=["x", 0, 7])),
+        (COPIES, lambda row: row.update(w=7)),
+        (WORD, lambda row: row.update(phase="apply")),
+        (PLAN, lambda row: row.update(bytes=2**63)),
+        (PLAN, lambda row: row.update(lines=[])),
+        (PLAN, lambda row: row["lines"][0].__setitem__(1, "int7")),
     ],
 )
 def test_another_rank_that_says_something_else(seed: int, edit: Callable[[Any], object]) -> None:
@@ -113,8 +137,8 @@ def test_another_rank_that_says_something_else(seed: int, edit: Callable[[Any], 
         edited("rows", seed, edit)
 
 
-@pytest.mark.parametrize("seed", [VERIFY, PARTS, TARGETS_BEGIN])
-@pytest.mark.parametrize("text", [b"7", b"null", b'"a"', b"[[]]"])
+@pytest.mark.parametrize("seed", [VERIFY, PARTS, TARGETS_BEGIN, COPIES, WORD, PLAN])
+@pytest.mark.parametrize("text", [b"7", b"null", b"true", b"[[]]"])
 def test_another_rank_that_sends_no_object(seed: int, text: bytes) -> None:
     with pytest.raises(AwexDeltaError):
         TARGETS["rows"]().run(bytes([seed]) + text)

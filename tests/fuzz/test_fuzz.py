@@ -11,7 +11,7 @@ import pytest
 
 from tests.fuzz.targets import TARGETS
 
-DAILY_SECONDS, LONG_SECONDS = 3, 60
+DAILY_SECONDS, LONG_SECONDS = 1, 60
 
 has_atheris = pytest.mark.skipif(
     importlib.util.find_spec("atheris") is None, reason="atheris has no wheel for this platform"
