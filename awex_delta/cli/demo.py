@@ -41,6 +41,9 @@ def demo(
         ),
     ] = "none",
     timeout: Annotated[float, typer.Option(help="Longest wait for any process, in seconds.")] = 60.0,
+    secret_file: Annotated[
+        Path | None, typer.Option(help="File with a secret that all ranks prove to each other.")
+    ] = None,
 ) -> None:
     """Train a small Megatron model and update two inference engines after every step.
 
@@ -61,6 +64,7 @@ def demo(
                 hidden=hidden,
                 fault=choose_fault(fault),
                 timeout_seconds=timeout,
+                secret_source="" if secret_file is None else f"file:{secret_file.absolute()}",
             )
             for name in choose_models(model)
         ]

@@ -176,6 +176,7 @@ def settings_of(plan: DemoPlan) -> DeltaSettings:
         allow_any_world_size=plan.padded_schedule,
         timeout_seconds=plan.timeout_seconds,
         connect_timeout_seconds=plan.timeout_seconds,
+        secret_source=plan.secret_source,
     )
 
 

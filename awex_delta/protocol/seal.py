@@ -58,7 +58,7 @@ class Seal:
         without = [seat for seat, word in enumerate(words) if word != b"S"]
         if without and len(without) < len(words):
             raise ConnectError(
-                f"{self._rendezvous.name_seats(without)}: no secret here, and one on all other ranks. "
+                f"without a secret: {self._rendezvous.name_seats(without)}; all other ranks have one. "
                 "Remedy: give all ranks the same weight_update_secret_source, or none"
             )
         return not without

@@ -21,6 +21,9 @@ Transport = Literal["p2p", "disk"]
 DiskKind = Literal["delta", "full"]
 DeltaEncoding = Literal["indices", "gaps", "ulp", "ulp_zstd", "ulp_context", "auto"]
 
+SECRET_SOURCE = r"^(file:.+|env:[A-Za-z_][A-Za-z0-9_]*)?$"  # noqa: S105 - a pattern, no secret
+"""Where a secret may be. What has another form may be the secret itself, and is never shown."""
+
 # Of a refused value: YAML makes one of a hundred bytes that takes days to write out.
 _SHOWN = reprlib.Repr()
 _SHOWN.maxlevel = 3
@@ -145,7 +148,7 @@ class TrainEngineConfig(_SideConfig):
     weight_update_release_grad_buffers: bool = False
     """Free Megatron's gradient buffers for the transfer; they are restored whatever happens."""
 
-    weight_update_secret_source: str = Field(default="", pattern=r"^(file:.+|env:[A-Za-z_][A-Za-z0-9_]*)?$")
+    weight_update_secret_source: str = Field(default="", pattern=SECRET_SOURCE)
     """Where each rank finds the secret that all ranks of a pairing share: `file:PATH`, a file that only its
     owner can read, or `env:NAME`, a variable of each rank's environment. Each rank proves to every other that
     it holds the secret, and what they tell each other is sealed with it. Empty: whoever reaches the store can
