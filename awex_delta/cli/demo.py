@@ -41,6 +41,9 @@ def demo(
         ),
     ] = "none",
     timeout: Annotated[float, typer.Option(help="Longest wait for any process, in seconds.")] = 60.0,
+    host: Annotated[
+        str, typer.Option(help="Address of this machine where all ranks meet, such as ::1.")
+    ] = "127.0.0.1",
     secret_file: Annotated[
         Path | None, typer.Option(help="File with a secret that all ranks prove to each other.")
     ] = None,
@@ -64,6 +67,7 @@ def demo(
                 hidden=hidden,
                 fault=choose_fault(fault),
                 timeout_seconds=timeout,
+                host=host,
                 secret_source="" if secret_file is None else f"file:{secret_file.absolute()}",
             )
             for name in choose_models(model)

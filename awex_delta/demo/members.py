@@ -34,9 +34,9 @@ def build(seat: Seat) -> Actions:
     return _BUILDERS[seat.role](seat)
 
 
-def _build_store(_: Seat) -> Actions:
+def _build_store(seat: Seat) -> Actions:
     """The store at which trainer and engines meet. It is no rank, and so it outlives each of them."""
-    store = host_store()
+    store = host_store(seat.plan.host, settings=settings_of(seat.plan))
     return {"port": lambda: store.port}
 
 
@@ -182,6 +182,7 @@ def settings_of(plan: DemoPlan) -> DeltaSettings:
 
 def _rendezvous(seat: Seat) -> Rendezvous:
     return Rendezvous(
+        host=seat.plan.host,
         port=seat.store_port,
         num_engine_ranks=seat.plan.num_engine_ranks,
         num_trainer_ranks=seat.plan.num_trainer_ranks,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -15,7 +14,7 @@ from pydantic.json_schema import SkipJsonSchema
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 from awex_delta.errors import ConfigError, ConnectError
-from awex_delta.settings.address import bare_host, host_and_port, is_loopback
+from awex_delta.settings.address import bare_host, host_and_port, is_loopback, listen
 from awex_delta.settings.agreed import DeltaSettings
 
 logger = logging.getLogger(__name__)
@@ -140,7 +139,7 @@ def host_store(host: str = "127.0.0.1", port: int = 0, *, settings: DeltaSetting
     Raises:
         ConfigError: this machine has no such address, or the port is taken.
     """
-    listener = _listener(bare_host(host), port)
+    listener = listen(host, port)
     bound = listener.getsockname()[1]
     warn_without_secret(host, settings)
     # torch would listen on every interface by itself; it is handed a socket that does not.
@@ -161,21 +160,6 @@ def warn_without_secret(host: str, settings: DeltaSettings | None) -> None:
             "no secret is asked for. Set weight_update_secret_source, and give host_store() the settings",
             host,
         )
-
-
-def _listener(host: str, port: int) -> socket.socket:
-    """A socket that listens on one address; raises ConfigError. Of a name's addresses IPv4 is tried first."""
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, *_, address = min(found, key=lambda one: one[0] is not socket.AF_INET)
-        both = host == "::" and socket.has_dualstack_ipv6()
-        return socket.create_server(address, family=family, dualstack_ipv6=both)
-    except (OSError, UnicodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(
-            f"host={host!r}, port={port}: cannot listen there ({why or error}); "
-            "give an address of this machine and a free port"
-        ) from error
 
 
 def first_line(error: Exception) -> str:

@@ -29,7 +29,7 @@ from tests.ranks.test_faults import check_recovery
 
 Make = Callable[..., Pairing]
 
-SECRET = "a-secret-of-tests-0123"  # noqa: S105 - of these tests
+SECRET = "a-secret-of-tests-0123"
 OTHER = "A-secret-of-tests-0123"
 NAME = "AWEX_DELTA_TEST_SECRET"
 NUM_ENGINES = 2
