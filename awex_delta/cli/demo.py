@@ -41,12 +41,8 @@ def demo(
         ),
     ] = "none",
     timeout: Annotated[float, typer.Option(help="Longest wait for any process, in seconds.")] = 60.0,
-    host: Annotated[
-        str, typer.Option(help="Address of this machine where all ranks meet, such as ::1.")
-    ] = "127.0.0.1",
-    secret_file: Annotated[
-        Path | None, typer.Option(help="File with a secret that all ranks prove to each other.")
-    ] = None,
+    host: Annotated[str, typer.Option(help="Where all ranks meet, such as ::1.")] = "127.0.0.1",
+    secret_file: Annotated[str, typer.Option(help="File with a secret that all ranks share.")] = "",
 ) -> None:
     """Train a small Megatron model and update two inference engines after every step.
 
@@ -68,7 +64,7 @@ def demo(
                 fault=choose_fault(fault),
                 timeout_seconds=timeout,
                 host=host,
-                secret_source="" if secret_file is None else f"file:{secret_file.absolute()}",
+                secret_source=secret_file and f"file:{Path(secret_file).absolute()}",
             )
             for name in choose_models(model)
         ]

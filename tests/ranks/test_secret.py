@@ -68,6 +68,9 @@ class Seats:
         """What connecting came to, by seat."""
         return list(self.threads.run(lambda seat: self.comms[seat].connect()))
 
+    def abandon(self) -> None:
+        self.threads.run(lambda seat: self.comms[seat].abandon())
+
     def close(self) -> None:
         self.threads.run(lambda seat: self.comms[seat].close())
         self.threads.close()
@@ -113,7 +116,7 @@ def test_each_epoch_and_each_pairing_has_keys_of_its_own(sit: Callable[..., Seat
         for _ in range(2):
             assert results(seats.connect()) == [None] * 3
             keys.append({comm.seal.frame_key for comm in seats.comms})
-            seats.threads.run(lambda seat, seats=seats: seats.comms[seat].abandon())
+            seats.abandon()
     assert [len(one) for one in keys] == [1] * 4
     assert len(set.union(*keys)) == 4
 
@@ -228,10 +231,23 @@ def test_a_source_that_cannot_be_one_is_refused(source: str) -> None:
         DeltaSettings(secret_source=source)
 
 
+def overheard(seal: Seal) -> list[bytes]:
+    """All that a rank tells from now on, as it stands before it is sealed."""
+    told: list[bytes] = []
+    sealed = seal.sealed
+
+    def listen(row: bytes) -> bytes:
+        told.append(row)
+        return sealed(row)
+
+    seal.sealed = listen  # type: ignore[method-assign]
+    return told
+
+
 class Impostor(Seal):
     """What somebody without the secret can send: anything that it has seen, at the time it likes."""
 
-    word = b"S"  # type: ignore[assignment]
+    word = b"S"
 
     def __init__(
         self, place: Rendezvous, challenge: Callable[[], bytes], proof: Callable[[Sequence[bytes]], bytes]
@@ -261,9 +277,7 @@ def refused(seats: Seats) -> None:
 def test_what_was_recorded_in_an_earlier_session_is_refused(sit: Callable[..., Seats], right: str) -> None:
     """The same seat, epoch and name, as after a store has started anew; only the challenges differ."""
     earlier = sit([right] * 3)
-    told: list[bytes] = []
-    sealed = earlier.comms[0].seal.sealed
-    earlier.comms[0].seal.sealed = lambda row: told.append(row) or sealed(row)  # type: ignore[method-assign, func-returns-value]
+    told = overheard(earlier.comms[0].seal)
     assert results(earlier.connect()) == [None] * 3
     word, challenge, proof = told
     assert (word, len(challenge), len(proof)) == (b"S", PROOF_BYTES, PROOF_BYTES)
@@ -281,12 +295,12 @@ def test_what_another_seat_says_is_refused_when_it_comes_back(sit: Callable[...,
     victim, seen = seats.comms[2].seal, queue.SimpleQueue[bytes]()
     draw = victim.challenge
 
-    def overheard() -> bytes:
+    def tell() -> bytes:
         challenge = draw()
         seen.put(challenge)
         return challenge
 
-    victim.challenge = overheard  # type: ignore[method-assign]
+    victim.challenge = tell  # type: ignore[method-assign]
     # A MAC of all challenges, which the impostor knows before it has to answer itself.
     seats.comms[0].seal = Impostor(seats.place, lambda: seen.get(timeout=20), victim.proof)
     refused(seats)
@@ -411,10 +425,8 @@ def test_the_secret_is_in_nothing_that_is_told_logged_or_written(
 ) -> None:
     caplog.set_level(logging.DEBUG)
     pairing = make(secret_source=right)
-    told: list[bytes] = []
     seal = pairing.senders[0].comm.seal
-    sealed = seal.sealed
-    seal.sealed = lambda row: told.append(row) or sealed(row)  # type: ignore[method-assign, func-returns-value]
+    told = overheard(seal)
     log = RunLog(tmp_path / "RUN.jsonl", settings=pairing.settings)
     for version in range(2):
         train(pairing)
