@@ -16,6 +16,7 @@ Keys in the store, below the rendezvous name:
 from __future__ import annotations
 
 import logging
+import re
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -33,7 +34,7 @@ from torch._C._distributed_c10d import PrefixStore
 from awex_delta.errors import ConnectError, PeerError
 from awex_delta.protocol.rendezvous import Rendezvous, first_line
 from awex_delta.protocol.rows import Rows
-from awex_delta.protocol.seal import PROOF_BYTES, Seal
+from awex_delta.protocol.seal import Seal
 from awex_delta.protocol.store import BoundedStore
 from awex_delta.settings.agreed import DeltaSettings
 
@@ -119,13 +120,9 @@ class Comm(Rows):
         self._leave()
         store = self._open_store()
         self.epoch = self._take_seat(store)
-        self.seal.begin(self.epoch)
         try:
             self._group = self._new_group("gloo", self._connect_timeout)
-            if self.seal.is_due(self.gather(self.seal.word, width=8, phase="connect")):
-                challenges = self.gather(self.seal.challenge(), width=PROOF_BYTES + 4, phase="challenge")
-                proof = self.seal.proof(challenges)
-                self.seal.accept(self.gather(proof, width=PROOF_BYTES + 4, phase="prove"))
+            self.seal.meet(self.epoch, self.gather)
             # The wait for stragglers above is longer than any wait inside an update.
             c10d._set_pg_timeout(self._timeout, self._group)  # noqa: SLF001 - torch has no public name for it
             if self._device.type == "cuda":
@@ -322,7 +319,10 @@ class Comm(Rows):
         return self._store
 
     def _read_epoch(self) -> int:
-        return int(self._open_store().swap("epoch", "", "0"))
+        found = self._open_store().swap("epoch", "", "0")
+        if not re.fullmatch("[0-9]{1,18}", found):
+            raise ConnectError(f"{self._me}: the store holds {found[:80]!r} as its epoch: start another one")
+        return int(found)
 
     def _open_epoch_after(self, epoch: int, cause: str) -> None:
         store = self._open_store()

@@ -12,15 +12,16 @@ from __future__ import annotations
 import hmac
 import secrets
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from awex_delta.errors import ConnectError
 from awex_delta.protocol.rendezvous import Rendezvous
 from awex_delta.settings.secret import read_secret
 
-PROOF_BYTES = 32
-"""Length of a challenge and of a proof."""
+Gather = Callable[..., list[bytes]]
+"""`Comm.gather`."""
 
+_PROOF_BYTES = 32  # of a challenge, and of a proof
 _SEAL_BYTES = 16
 
 
@@ -36,32 +37,50 @@ class Seal:
         self._rendezvous = rendezvous
         self._seat = seat
         self._secret = read_secret(source)
-        self.begin(-1)
+        self._begin(-1)
 
-    def begin(self, epoch: int) -> None:
-        """Forget the keys of the last session; what is proved from now on counts for `epoch`."""
+    def meet(self, epoch: int, gather: Gather) -> None:
+        """Wait for all ranks, and prove the secret to each other if they have one: it makes new keys.
+
+        Args:
+            epoch: the proofs count for no other one.
+            gather: `Comm.gather`, in the new group.
+
+        Raises:
+            ConnectError: only some ranks have a secret, or some have another one; names their seats.
+            PeerError: a rank did not arrive, or went away.
+
+        Collective: yes, over all transfer ranks.
+        """
+        self._begin(epoch)
+        if self._is_due(gather(self._word, width=8, phase="connect")):
+            mine = self._challenge()
+            challenges = gather(mine, width=_PROOF_BYTES + 4, phase="challenge")
+            challenges[self._seat] = mine  # whatever came back: nothing is fresh but this
+            self._accept(gather(self._proof(challenges), width=_PROOF_BYTES + 4, phase="prove"))
+
+    def _begin(self, epoch: int) -> None:
         self._epoch = epoch
         self._challenges: list[bytes] = []
         self._row_key = self.frame_key = b""
         self._count = 0
 
     @property
-    def word(self) -> bytes:
-        """Whether this rank has a secret, for `is_due`."""
+    def _word(self) -> bytes:
+        """Whether this rank has a secret."""
         return b"" if self._secret is None else b"S"
 
-    def is_due(self, words: Sequence[bytes]) -> bool:
-        """Whether all ranks have a secret, rather than none.
-
-        Raises ConnectError, the same on all ranks, if only some have one.
-        """
+    def _is_due(self, words: Sequence[bytes]) -> bool:
+        """Whether all ranks have a secret, rather than none. Raises ConnectError, the same on all ranks."""
         without = [seat for seat, word in enumerate(words) if word != b"S"]
-        if without and len(without) < len(words):
+        if self._secret is None and len(without) == len(words):
+            return False
+        if without:
             raise ConnectError(
                 f"without a secret: {self._rendezvous.name_seats(without)}; all other ranks have one. "
                 "Remedy: give all ranks the same weight_update_secret_source, or none"
             )
-        return not without
+        return True
 
     def ticket(self, seat: int, epoch: int, life: str) -> str:
         """What the store holds for a seat: a life of its rank, and a proof of it if there is a secret."""
@@ -80,21 +99,15 @@ class Seal:
         life = found.partition(" ")[0]
         return hmac.compare_digest(found.encode(), self.ticket(seat, epoch, life).encode())
 
-    def challenge(self) -> bytes:
-        """A new challenge, for all ranks."""
-        return secrets.token_bytes(PROOF_BYTES)
+    def _challenge(self) -> bytes:
+        return secrets.token_bytes(_PROOF_BYTES)
 
-    def proof(self, challenges: Sequence[bytes]) -> bytes:
-        """That this rank holds the secret and sits in its seat, for all that have told these challenges."""
+    def _proof(self, challenges: Sequence[bytes]) -> bytes:
         self._challenges = list(challenges)
         return self._proof_of(self._seat)
 
-    def accept(self, proofs: Sequence[bytes]) -> None:
-        """Take the proofs of all ranks, and make the keys of the session.
-
-        Raises:
-            ConnectError: some are wrong; names their seats.
-        """
+    def _accept(self, proofs: Sequence[bytes]) -> None:
+        """Take the proofs of all ranks, and make the keys of the session."""
         wrong = [s for s, proof in enumerate(proofs) if not hmac.compare_digest(proof, self._proof_of(s))]
         if wrong:
             me, others = self._rendezvous.place(self._seat), self._rendezvous.name_seats(wrong)
@@ -144,8 +157,4 @@ class Seal:
 
 def _mac(key: bytes, *parts: bytes) -> bytes:
     """HMAC-SHA256 of some parts, each behind its length, so that no two lists of parts are alike."""
-    digest = hmac.new(key, digestmod="sha256")
-    for part in parts:
-        digest.update(len(part).to_bytes(8, "little"))
-        digest.update(part)
-    return digest.digest()
+    return hmac.digest(key, b"".join(len(part).to_bytes(8, "little") + part for part in parts), "sha256")

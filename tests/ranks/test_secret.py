@@ -18,12 +18,13 @@ from awex_delta.errors import ConfigError, ConnectError, PeerError, UpdateAborte
 from awex_delta.observe.runlog.writer import RunLog
 from awex_delta.protocol.comm import Comm
 from awex_delta.protocol.rendezvous import Rendezvous
-from awex_delta.protocol.seal import PROOF_BYTES, Seal
+from awex_delta.protocol.seal import Seal
 from awex_delta.protocol.verdict import Kind, Reason
 from awex_delta.settings.agreed import DeltaSettings
 from awex_delta.testing.ranks import ThreadRanks, results
 from awex_delta.wire.registry import CODECS
 from tests.pairing import Pairing
+from tests.ranks import disk
 from tests.ranks.conftest import SETTINGS, train, wrong
 from tests.ranks.test_faults import check_recovery
 
@@ -108,6 +109,19 @@ def test_ranks_that_share_a_secret_are_updated_by_every_encoding(
     keys = {end.comm.seal.frame_key for end in pairing.ends}
     assert len(keys) == 1
     assert len(keys.pop()) == 32
+
+
+def test_ranks_around_a_folder_share_the_secret_among_themselves(
+    build: Callable[..., Any], right: str, tmp_path: Path
+) -> None:
+    """Two trainer ranks that write, and an engine on two ranks that reads."""
+    trainers = build(disk.Trainers, str(tmp_path / "run"), secret_source=right)
+    engine = build(disk.Engine, trainers, num_ranks=2)
+    trainers.write(0, 1)
+    assert engine.read() == 1
+    assert engine.holds(trainers.history[1])
+    keys = [writer.comm.seal.frame_key for writer in trainers.writers]
+    assert len(set(keys) - {b""}) == 1
 
 
 def test_each_epoch_and_each_pairing_has_keys_of_its_own(sit: Callable[..., Seats], right: str) -> None:
@@ -247,7 +261,10 @@ def overheard(seal: Seal) -> list[bytes]:
 class Impostor(Seal):
     """What somebody without the secret can send: anything that it has seen, at the time it likes."""
 
-    word = b"S"
+    _word = b"S"
+
+    def _is_due(self, words: Sequence[bytes]) -> bool:
+        return words[0] == self._word
 
     def __init__(
         self, place: Rendezvous, challenge: Callable[[], bytes], proof: Callable[[Sequence[bytes]], bytes]
@@ -255,13 +272,13 @@ class Impostor(Seal):
         super().__init__(place, 0, "")
         self._seen = challenge, proof
 
-    def challenge(self) -> bytes:
+    def _challenge(self) -> bytes:
         return self._seen[0]()
 
-    def proof(self, challenges: Sequence[bytes]) -> bytes:
+    def _proof(self, challenges: Sequence[bytes]) -> bytes:
         return self._seen[1](challenges)
 
-    def accept(self, proofs: Sequence[bytes]) -> None:
+    def _accept(self, proofs: Sequence[bytes]) -> None:
         """It is content with anybody."""
 
 
@@ -280,7 +297,7 @@ def test_what_was_recorded_in_an_earlier_session_is_refused(sit: Callable[..., S
     told = overheard(earlier.comms[0].seal)
     assert results(earlier.connect()) == [None] * 3
     word, challenge, proof = told
-    assert (word, len(challenge), len(proof)) == (b"S", PROOF_BYTES, PROOF_BYTES)
+    assert (word, len(challenge), len(proof)) == (b"S", 32, 32)
     ticket = earlier.store.get("awex_delta/0/seat/0").decode()
     later = sit([right] * 3)
     later.comms[0].seal = Impostor(later.place, lambda: challenge, lambda _: proof)
@@ -293,20 +310,37 @@ def test_what_was_recorded_in_an_earlier_session_is_refused(sit: Callable[..., S
 def test_what_another_seat_says_is_refused_when_it_comes_back(sit: Callable[..., Seats], right: str) -> None:
     seats = sit([right] * 3)
     victim, seen = seats.comms[2].seal, queue.SimpleQueue[bytes]()
-    draw = victim.challenge
+    draw = victim._challenge
 
     def tell() -> bytes:
         challenge = draw()
         seen.put(challenge)
         return challenge
 
-    victim.challenge = tell  # type: ignore[method-assign]
+    victim._challenge = tell  # type: ignore[method-assign]
     # A MAC of all challenges, which the impostor knows before it has to answer itself.
-    seats.comms[0].seal = Impostor(seats.place, lambda: seen.get(timeout=20), victim.proof)
+    seats.comms[0].seal = Impostor(seats.place, lambda: seen.get(timeout=20), victim._proof)
     refused(seats)
 
 
-@pytest.mark.parametrize("proof", [b"", b"\0" * PROOF_BYTES, b"\0" * (PROOF_BYTES - 1)])
+def test_a_rank_with_a_secret_never_goes_on_without_proofs(sit: Callable[..., Seats], right: str) -> None:
+    """Somebody in the path of the first all-gather makes all words say that there is no secret."""
+    seats = sit([right] * 3)
+    comm = seats.comms[1]
+    gather = comm.gather
+
+    def changed(row: bytes, *, width: int, phase: str) -> list[bytes]:
+        told = gather(row, width=width, phase=phase)
+        return [b""] * 3 if phase == "connect" else told
+
+    comm.gather = changed  # type: ignore[method-assign]
+    outcome = seats.connect()
+    assert [type(one) for one in outcome] == [ConnectError] * 3
+    assert str(outcome[1]).startswith("without a secret: engine rank 0, engine rank 1, trainer rank 0; all")
+    assert comm.seal.frame_key == b""
+
+
+@pytest.mark.parametrize("proof", [b"", b"\0" * 32, b"\0" * (32 - 1)])
 def test_no_proof_is_no_proof(sit: Callable[..., Seats], right: str, proof: bytes) -> None:
     seats = sit([right] * 3)
     seats.comms[0].seal = Impostor(seats.place, lambda: b"", lambda _: proof)
@@ -371,6 +405,17 @@ def test_a_seat_without_a_proof_counts_as_missing(sit: Callable[..., Seats], rig
     for one in outcome[1:]:
         assert isinstance(one, ConnectError)
         assert ": engine rank 0 did not arrive within 1 s" in str(one)
+
+
+@pytest.mark.parametrize("found", ["x", "-1", "9" * 5000, "\udcff"])
+def test_an_epoch_that_is_none_is_an_error(sit: Callable[..., Seats], found: str) -> None:
+    seats = sit([""] * 3)
+    store: Any = seats.store
+    store.set("awex_delta/epoch", found.encode("utf-8", "surrogateescape"))
+    outcome = seats.connect()
+    assert [type(one) for one in outcome] == [ConnectError] * 3
+    assert "engine rank 0, seat 0: the store holds '" in str(outcome[0])
+    assert len(str(outcome[0])) < 200
 
 
 @pytest.mark.parametrize("seat", [1, 4])

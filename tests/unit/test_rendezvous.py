@@ -11,6 +11,7 @@ from pydantic import TypeAdapter, ValidationError
 from torch._C._distributed_c10d import HashStore
 
 from awex_delta.errors import ConfigError, ConnectError
+from awex_delta.gateway.joining import StoreHost
 from awex_delta.protocol.rendezvous import Rendezvous, first_line, host_store
 from awex_delta.settings.address import host_and_port, is_loopback, listen
 from awex_delta.settings.agreed import DeltaSettings
@@ -126,6 +127,14 @@ def test_a_store_for_other_machines_without_a_secret_is_warned_of(
     host_store(host, settings=DeltaSettings(secret_source=source))
     said = [f"a store listens on {host}, where whoever reaches it can take the seat"] if warns else []
     assert [one.getMessage().partition(" of an engine")[0] for one in caplog.records] == said
+
+
+def test_a_gateway_warns_of_each_pair_without_a_secret(caplog: pytest.LogCaptureFixture) -> None:
+    stores = StoreHost("0.0.0.0")  # noqa: S104 - what is warned of
+    for source in ("env:ANY", "", "env:ANY", ""):
+        settings = DeltaSettings(secret_source=source)
+        stores.meet("pair", "0" * 32, num_engine_ranks=1, num_trainer_ranks=1, settings=settings)
+    assert [one.getMessage()[:28] for one in caplog.records] == ["a store listens on 0.0.0.0, "] * 2
 
 
 def test_a_store_for_other_machines_is_warned_of_without_settings(caplog: pytest.LogCaptureFixture) -> None:
