@@ -397,7 +397,6 @@ def test_a_seat_that_is_taken_in_every_epoch_ends_in_an_error(sit: Callable[...,
 def test_a_seat_without_a_proof_counts_as_missing(sit: Callable[..., Seats], right: str) -> None:
     """For the ranks that wait, and for targets that ask whether an engine is back."""
     seats = sit([right] * 3, connect_timeout_seconds=1.0)
-    seats.comms[2]._read_epoch()
     seats.store.set("awex_delta/0/seat/0", "an intruder")
     assert seats.comms[2].absent_engines() == (0, 1)
     outcome = seats.threads.run(lambda seat: seats.comms[seat].connect() if seat else None)
@@ -414,7 +413,7 @@ def test_an_epoch_that_is_none_is_an_error(sit: Callable[..., Seats], found: str
     store.set("awex_delta/epoch", found.encode("utf-8", "surrogateescape"))
     outcome = seats.connect()
     assert [type(one) for one in outcome] == [ConnectError] * 3
-    assert "engine rank 0, seat 0: the store holds '" in str(outcome[0])
+    assert "the store holds '" in str(outcome[0])
     assert len(str(outcome[0])) < 200
 
 
