@@ -6,6 +6,7 @@
     │   ├── LayoutError        a tensor is missing, or has another shape or dtype
     │   └── OwnershipError     the optimizer shards do not tile a parameter exactly once
     ├── UnsupportedError       an upstream object lacks something that is needed
+    ├── DiskError              a file system refused a call (also an OSError)
     ├── NumericsError          a formula was asked for outside its domain (also a ValueError)
     ├── WireError              bytes from a peer cannot be used
     │   ├── CorruptFrameError  the bytes are damaged
@@ -13,10 +14,11 @@
     │   └── FrameOrderError    the bytes are whole and ours, but not the next ones
     │       ├── RepeatedFrameError  they came before
     │       └── MissingFrameError   some that belong before them did not come
-    ├── DriftError             an engine's live weights changed since they were committed
-    └── UpdateError            an update did not commit; the next one is a full sync
+    ├── DriftError             an engine's live weights are not the base of a delta
+    └── UpdateError            an update did not commit; the next one is a full sync, but for WeightsAwayError
         ├── UpdateAborted      a rank reported a failure, all ranks gave the update up
-        │   └── VerificationError  an engine's live weights are not the trainer's
+        │   ├── VerificationError  an engine's live weights are not the trainer's
+        │   └── WeightsAwayError   a rank's weights cannot be read now; nothing was begun
         ├── LockstepError      ranks disagree about what they are doing
         ├── PeerError          a peer did not answer in time, or went away
         └── ChainError         no chain of versions in the folder leads where it was asked to
@@ -49,6 +51,13 @@ class UnsupportedError(AwexDeltaError):
     """An upstream object (optimizer, model, converter) lacks something that is needed."""
 
 
+class DiskError(AwexDeltaError, OSError):
+    """A file system, or an object store, refused a call. Names the path and the remedy."""
+
+    def __str__(self) -> str:
+        return str(self.strerror)
+
+
 class NumericsError(AwexDeltaError, ValueError):
     """A formula was asked for outside its domain, such as a step below 1."""
 
@@ -78,11 +87,11 @@ class MissingFrameError(FrameOrderError):
 
 
 class DriftError(AwexDeltaError):
-    """Live weights of an engine are not those of the version that it committed. Nothing was written."""
+    """Live weights of an engine are not those that the trainer takes for its base. Nothing was written."""
 
 
 class UpdateError(AwexDeltaError):
-    """An update did not commit. Versions and watermarks stand where they stood."""
+    """An update did not commit, or an engine rank could not publish it. The next one is a full sync."""
 
 
 class UpdateAborted(UpdateError):
@@ -91,6 +100,14 @@ class UpdateAborted(UpdateError):
 
 class VerificationError(UpdateAborted):
     """After the writes an engine's live weights were not the trainer's. Names the tensors."""
+
+
+class WeightsAwayError(UpdateAborted):
+    """Live weights of a rank were freed, moved or replaced. Nothing was read, sent or written.
+
+    Ledgers stand as they did, so that the next update, with the weights back, is a delta if it would have
+    been one.
+    """
 
 
 class LockstepError(UpdateError):
@@ -103,3 +120,15 @@ class PeerError(UpdateError):
 
 class ChainError(UpdateError):
     """No chain of versions in the folder leads to the one asked for. Says which link is missing."""
+
+
+UNREADABLE = (
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    IndexError,
+    OverflowError,
+    RecursionError,
+)
+"""What plain code raises that takes foreign JSON apart: JSON may nest too deep, and has an infinity."""

@@ -12,7 +12,8 @@ from torch.utils._pytree import tree_leaves
 
 
 class CountTraffic(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the operations of this thread on process groups: all of them pass torch's dispatcher.
+    """Counts the operations of this thread on process groups: all of them pass torch's dispatcher, but for
+    those in the groups of a `Comm`.
 
     Compiled functions run uncompiled under it, so do not time it. `num_calls` and `num_bytes` are by name of
     the group, the bytes those of the tensors handed to them.

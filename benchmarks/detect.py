@@ -5,7 +5,7 @@
 The data is that of a reinforcement-learning step: bf16 weights from N(0, 0.02), three AdamW steps of
 lr 1e-6 and weight decay 0.01. Everything is timed in one process, in turns, with all of torch's threads,
 and compared by medians. What is timed is `detect_changes` itself, on slices of several sizes. Beside it
-stands the method `snapshot`: a comparison with a bf16 copy of the same slices.
+stand the other methods: `capture` compares inside the step, `snapshot` with a copy.
 """
 
 from __future__ import annotations
@@ -22,8 +22,11 @@ from pathlib import Path
 
 import torch
 
-from awex_delta.detection.adamw import AdamWStep, invert, old_weights
+from awex_delta.detection.accumulate import AccumulatedBaseline
+from awex_delta.detection.adamw import AdamWStep, codes, invert
+from awex_delta.detection.capture import StepCapture
 from awex_delta.detection.invert import detect_changes
+from awex_delta.detection.optimizers import SteppedParams
 from awex_delta.detection.slices import Detection, OwnedSlice
 from awex_delta.detection.snapshot import SnapshotBaseline
 from benchmarks.digests import Digests, over_detect
@@ -43,6 +46,11 @@ class Training:
     exp_avg: torch.Tensor
     exp_avg_sq: torch.Tensor
     before: torch.Tensor
+
+    @property
+    def num_changed(self) -> int:
+        """Elements whose bits the last step changed."""
+        return int((self.before.view(torch.int16) != self.weight.view(torch.int16)).sum())
 
     def slices(self) -> list[OwnedSlice]:
         """The parameter cut into owned slices: large and small, beginning at odd places."""
@@ -108,10 +116,9 @@ def reconstruct_cast_compare(training: Training) -> torch.Tensor:
 def reconstruct_with_bound(training: Training) -> torch.Tensor:
     """The same, but certified: the product's expression, eager and over the whole tensor."""
     coefficients = invert(STEP).coefficients(training.main.device)
-    _, differs = old_weights(
+    return codes(
         training.main, training.exp_avg, training.exp_avg_sq, training.weight, coefficients
-    )
-    return differs.nonzero()
+    ).nonzero()
 
 
 def snapshot(training: Training) -> SnapshotBaseline:
@@ -123,11 +130,6 @@ def snapshot(training: Training) -> SnapshotBaseline:
     baseline.committed()
     training.weight.copy_(after)
     return baseline
-
-
-def wire_bytes(detection: Detection) -> int:
-    """Bytes of what was found: a position of 4 and a value of 2 for each, as `indices` packs them."""
-    return (4 + 2) * detection.num_changed
 
 
 def missed(training: Training, detection: Detection) -> int:
@@ -179,31 +181,100 @@ def in_turns(timed: Mapping[str, Callable[[], object]], repeats: int) -> dict[st
     return samples
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Method:
+    """One way to find changes, as it was measured.
+
+    seconds_in_step: while the optimizer steps. seconds_in_update: while engines wait, the commit included.
+    bytes_per_element: what is read to find the changes.
+    """
+
+    detection: Detection
+    seconds_in_step: float
+    seconds_in_update: float
+    bytes_per_element: int
+    kept_bytes: int
+    peak_extra_bytes: int
+
+    def record(self, training: Training) -> dict[str, float]:
+        """As JSON, judged against the weights before the step."""
+        numel, num_changed = training.main.numel(), training.num_changed
+        return {
+            "elements_per_second": numel / (self.seconds_in_step + self.seconds_in_update),
+            "bytes_per_element": self.bytes_per_element,
+            "num_missed": missed(training, self.detection),
+            "extra_share": (self.detection.num_changed - num_changed) / max(num_changed, 1),
+            "seconds_in_step": self.seconds_in_step,
+            "seconds_in_update": self.seconds_in_update,
+            "kept_bytes_per_element": self.kept_bytes / numel,
+            "peak_extra_bytes": self.peak_extra_bytes,
+        }
+
+
+def captured(training: Training, *, repeats: int) -> Method:
+    """The same step again and again, with hooks that capture it, by an optimizer that does nothing else."""
+    stepped = {owned.key: owned.main for owned in training.slices() if owned.main is not None}
+    optimizer = torch.optim.SGD([training.main])
+    baseline = StepCapture(training.slices, [SteppedParams(optimizer, stepped)]).add()
+    after = training.weight.clone()
+    in_step, in_update = list[float](), list[float]()
+    for repeat in range(repeats + 2):
+        training.weight.copy_(training.before)
+        baseline.committed()
+        baseline.committed()  # the first one sees that weights were written by hand
+        if repeat > repeats:
+            peak = peak_extra_bytes(lambda: _step_and_detect(training, optimizer, after, baseline))
+            kept = baseline.num_bytes
+            continue
+        in_step.append(seconds(optimizer.step))
+        training.weight.copy_(after)
+        in_update.append(seconds(baseline.detect))
+        detection = baseline.detect()
+        in_update[-1] += seconds(baseline.committed)
+    return Method(
+        detection=detection,
+        seconds_in_step=statistics.median(in_step[1:]),
+        seconds_in_update=statistics.median(in_update[1:]),
+        bytes_per_element=4 + 2,
+        kept_bytes=kept,
+        peak_extra_bytes=peak,
+    )
+
+
+def _step_and_detect(
+    training: Training, optimizer: torch.optim.Optimizer, after: torch.Tensor, baseline: AccumulatedBaseline
+) -> Detection:
+    optimizer.step()
+    training.weight.copy_(after)
+    return baseline.detect()
+
+
 def methods(
-    training: Training,
-    detection: Detection,
-    baseline: SnapshotBaseline,
-    samples: Mapping[str, list[float]],
-    *,
-    repeats: int,
+    training: Training, baseline: SnapshotBaseline, samples: Mapping[str, list[float]], *, repeats: int
 ) -> dict[str, dict[str, float]]:
-    """Both methods of detection side by side."""
-    return {
-        "adamw": {
-            "seconds": statistics.median(samples["detect"]),
-            "commit_seconds": 0.0,  # a step count for each slice
-            "kept_bytes": 0,
-            "peak_extra_bytes": peak_extra_bytes(lambda: detect(training)),
-            "wire_bytes": wire_bytes(detection),
-        },
-        "snapshot": {
-            "seconds": statistics.median(samples["snapshot"]),
-            "kept_bytes": baseline.num_bytes,
-            "peak_extra_bytes": peak_extra_bytes(baseline.detect),
-            "wire_bytes": wire_bytes(baseline.detect()),
-            "commit_seconds": statistics.median(seconds(baseline.committed) for _ in range(repeats)),
-        },
+    """All methods of detection side by side, of the same step."""
+    committing = statistics.median(seconds(baseline.committed) for _ in range(repeats))
+    baseline = snapshot(training)
+    measured = {
+        "adamw": Method(
+            detection=detect(training),
+            seconds_in_step=0.0,
+            seconds_in_update=statistics.median(samples["detect"]),
+            bytes_per_element=BYTES_READ,
+            kept_bytes=0,
+            peak_extra_bytes=peak_extra_bytes(lambda: detect(training)),
+        ),
+        "capture": captured(training, repeats=repeats),
+        "snapshot": Method(
+            detection=baseline.detect(),
+            seconds_in_step=0.0,
+            seconds_in_update=statistics.median(samples["snapshot"]) + committing,
+            bytes_per_element=2 + 2,
+            kept_bytes=baseline.num_bytes,
+            peak_extra_bytes=peak_extra_bytes(baseline.detect),
+        ),
     }
+    return {name: method.record(training) for name, method in measured.items()}
 
 
 def run(*, num_elements: int = 32_000_000, repeats: int = 5) -> dict[str, object]:
@@ -220,8 +291,7 @@ def run(*, num_elements: int = 32_000_000, repeats: int = 5) -> dict[str, object
             What `benchmarks.digests.over_detect` says.
             elements_per_second, peak_extra_bytes, changed_share, extra_share (sent
             without need, relative to changed), num_missed, samples in seconds, environment, config.
-            methods: for `adamw` and `snapshot` the seconds of a detection and of a commit, the bytes kept
-            between updates, the extra bytes while detecting, and those of the changes as `indices`.
+            methods: for `adamw`, `capture` and `snapshot` what `Method.record` says.
     """
     training = train(num_elements)
     target = torch.empty_like(training.main)
@@ -240,8 +310,7 @@ def run(*, num_elements: int = 32_000_000, repeats: int = 5) -> dict[str, object
     samples = in_turns(timed, repeats)
     median = {name: statistics.median(values) for name, values in samples.items()}
 
-    num_found = detection.num_changed
-    num_changed = int((training.before.view(torch.int16) != training.weight.view(torch.int16)).sum())
+    num_found, num_changed = detection.num_changed, training.num_changed
     bandwidth = 2 * training.main.nbytes / median["copy"]
     speed = num_elements / median["detect"]
     return {
@@ -254,7 +323,7 @@ def run(*, num_elements: int = 32_000_000, repeats: int = 5) -> dict[str, object
         "extra_share": (num_found - num_changed) / max(num_changed, 1),
         "num_missed": missed(training, detection),
         **over_detect(median),
-        "methods": methods(training, detection, baseline, samples, repeats=repeats),
+        "methods": methods(training, baseline, samples, repeats=repeats),
         "copy_bytes_per_second": bandwidth,
         "first_call_seconds": first_call,
         "samples": samples,

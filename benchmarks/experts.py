@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from awex_delta.engines.view import EngineTensor, part
+from awex_delta.engines.view import EngineTensor, LiveParts, part
 from awex_delta.settings.agreed import DeltaSettings
 from awex_delta.trainers.torch_adamw import TorchAdamWTrainer
 
@@ -143,21 +143,29 @@ class ExpertsEngine:
             device: of the weights.
         """
         self._device = torch.device(device)
+        self._shape = shape
+        self._fused = fused
         self.version: int | None = None
-        self._tensors: list[EngineTensor] = []
-        experts: dict[str, torch.Tensor] = {}
-        for param, parts in shape.params():
-            kind, _, expert = param.partition(".weight")
-            columns, rows = shape.columns(param), sum(rows for _, rows in parts)
-            if ".experts." in param and kind not in experts:
-                experts[kind] = self._zeros(shape.experts, rows, columns)
-            storage = experts[kind][int(expert)] if kind in experts else self._zeros(rows, columns)
-            for (name, size), view in zip(parts, _split(storage, parts), strict=True):
-                self._tensors.append(part(name, view if fused else self._zeros(size, columns)))
+        self.params: dict[str, torch.Tensor] = {}
+        self._live = LiveParts(self.params.items, self._parts)
+        self._live()
 
     def tensors(self) -> Sequence[EngineTensor]:
         """See `EngineView.tensors`."""
-        return self._tensors
+        return self._live()
+
+    def _parts(self) -> Iterator[EngineTensor]:
+        for param, parts in self._shape.params():
+            kind, _, expert = param.partition(".weight")
+            columns, rows = self._shape.columns(param), sum(rows for _, rows in parts)
+            if not self._fused:
+                views = [self._storage(name, size, columns) for name, size in parts]
+            elif ".experts." in param:
+                views = [*_split(self._storage(kind, self._shape.experts, rows, columns)[int(expert)], parts)]
+            else:
+                views = [*_split(self._storage(param, rows, columns), parts)]
+            for (name, _), view in zip(parts, views, strict=True):
+                yield part(name, view)
 
     def synchronize(self) -> None:
         """See `EngineView.synchronize`."""
@@ -168,8 +176,11 @@ class ExpertsEngine:
         """See `EngineView.committed`."""
         self.version = version
 
-    def _zeros(self, *shape: int) -> torch.Tensor:
-        return torch.zeros(shape, dtype=torch.bfloat16, device=self._device)
+    def _storage(self, name: str, *shape: int) -> torch.Tensor:
+        """Memory by its name, which is allocated when it is asked for the first time."""
+        if name not in self.params:
+            self.params[name] = torch.zeros(shape, dtype=torch.bfloat16, device=self._device)
+        return self.params[name]
 
 
 def identical(engine: ExpertsEngine, trainer: ExpertsTrainer) -> bool:

@@ -144,7 +144,7 @@ def train(port: int, shapes: Mapping[str, tuple[int, ...]], lr: float, versions:
     sender.connect()
     for version in range(versions):
         trainer.train_step()
-        sender.comm.barrier("benchmark")
+        sender.comm.gather(b"", width=8, phase="benchmark")
         sender.update_weights(version)
 
 
@@ -179,7 +179,7 @@ class _Follower:
         """One update; seconds of its writes, its pause and its whole."""
         self._watching = LargestNew() if watch else None
         self.receiver.connect()
-        self.receiver.comm.barrier("benchmark")
+        self.receiver.comm.gather(b"", width=8, phase="benchmark")
         begin = time.perf_counter()
         stats = self.receiver.update_weights(version)
         end = time.perf_counter()

@@ -130,7 +130,7 @@ def run(
         ctypes.CDLL(None).malloc_trim(0)  # a peak could hide in freed memory that the allocator kept
         Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
         resident, start = status_bytes("VmRSS"), time.perf_counter()
-        routes = find_routes(cast(TrainerView, rank)).values()
+        routes = find_routes(cast(TrainerView, rank), 0).values()
         seconds, peak = time.perf_counter() - start, status_bytes("VmHWM")
     finally:
         torch.set_num_threads(before)

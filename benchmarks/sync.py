@@ -1,6 +1,6 @@
 """A delta against AWEX's full sync, in one run: two Megatron trainer ranks, two tensor-parallel engine ranks.
 
-    python -m benchmarks.sync [--link 1gbit] [--encoding ulp_zstd] [--lr 3e-6] > sync.json
+    python -m benchmarks.sync [--link 1gbit] [--encoding ulp_zstd] [--method capture] [--lr 3e-6] > sync.json
 
 Deltas and full syncs alternate, after one warm-up of each. The time of an update is that of its slowest
 rank, from a barrier of all ranks to its return. No digests are taken, as AWEX takes none: `bench detect` has
@@ -20,7 +20,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -31,6 +31,7 @@ from awex_delta.protocol.rendezvous import Rendezvous, host_store
 from awex_delta.protocol.sender import Sender
 from awex_delta.protocol.stats import UpdateStats
 from awex_delta.settings.agreed import DeltaSettings
+from awex_delta.settings.schema import DeltaMethod
 from awex_delta.testing.procs import Rank
 from awex_delta.testing.tiny_models import TinySpec, build_trainer, hf_config
 from awex_delta.trainers.megatron import MegatronTrainer
@@ -60,12 +61,13 @@ class Job:
     versions: tuple[int, ...]
     lr: float
     encoding: str
+    method: str
     model: Mapping[str, Any]
 
     @property
     def settings(self) -> DeltaSettings:
         """Of every rank of the run."""
-        return replace(SETTINGS, encoding=self.encoding)
+        return replace(SETTINGS, encoding=self.encoding, method=self.method)
 
 
 def versions_of(repeats: int) -> tuple[int, ...]:
@@ -82,6 +84,7 @@ def run(
     repeats: int = 3,
     lr: float = 1e-6,
     encoding: str = AUTO,
+    method: str = "adamw",
     model: Mapping[str, Any] | None = None,
     timeout_seconds: float = 1500.0,
 ) -> dict[str, Any]:
@@ -92,6 +95,7 @@ def run(
         repeats: measured deltas, and as many full syncs; afterwards as many deltas into a live vLLM.
         lr: of the AdamW; sets the share of changed elements.
         encoding: of the deltas; "auto" measures the link in the warm-up.
+        method: how changes are found.
         model: fields of `TinySpec`; a Qwen3 of 113 million parameters by default.
         timeout_seconds: of the whole run.
 
@@ -103,7 +107,7 @@ def run(
         RuntimeError: a rank failed; carries its output.
     """
     model = dict(model or live.MODEL)
-    summary = _run_ranks(link, versions_of(repeats), lr, encoding, model, timeout_seconds)
+    summary = _run_ranks(link, versions_of(repeats), lr, encoding, method, model, timeout_seconds)
     followed = live.run(model=model, lr=lr, repeats=repeats, timeout_seconds=timeout_seconds)
     return {**summary, **{key: followed[key] for key in live.KEYS}, "live": followed}
 
@@ -113,6 +117,7 @@ def _run_ranks(
     versions: tuple[int, ...],
     lr: float,
     encoding: str,
+    method: str,
     model: Mapping[str, Any],
     timeout_seconds: float,
 ) -> dict[str, Any]:
@@ -126,6 +131,7 @@ def _run_ranks(
                 versions=versions,
                 lr=lr,
                 encoding=encoding,
+                method=method,
                 model=model,
             )
             for role, count in (("trainer", NUM_TRAINERS), ("engine", NUM_ENGINES))
@@ -193,6 +199,7 @@ def _summary(jobs: list[Job], link: str) -> dict[str, Any]:
         "full_seconds": full_seconds,
         "link": link,
         "encoding": jobs[0].encoding,
+        "method": jobs[0].method,
         "phases": {kind: _phases(rows) for kind, rows in (("delta", deltas), ("full", fulls))},
         "training_collective_bytes": sum(record["collective_bytes"] for record in trainers),
         "identical": all(record["identical"] for record in records if record["role"] == "engine"),
@@ -234,7 +241,7 @@ def _row(stats: UpdateStats, wall_seconds: float) -> dict[str, Any]:
 
 def _timed(end: Sender | Receiver, version: int) -> dict[str, Any]:
     end.connect()
-    end.comm.barrier("benchmark")
+    end.comm.gather(b"", width=8, phase="benchmark")
     begin = time.perf_counter()
     stats = end.update_weights(version)
     return _row(stats, time.perf_counter() - begin)
@@ -256,20 +263,17 @@ def _trainer(job: Job) -> dict[str, Any]:
         updates.append(_timed(sender, job.versions[-1]))
     if updates[-1]["kind"] != "delta":
         raise RuntimeError(f"the counted update was not a delta: {updates[-1]}")
-    others = {
-        name: count for name, count in traffic.num_bytes.items() if not name.startswith(rendezvous.name)
-    }
     if job.rank == 0:
         weights = {}
         for info in view.weights():
             for name, tensor in view.convert(info.key, view.tensor(info.key)):
                 weights[name] = tensor.detach().clone().contiguous()
         save_file(weights, Path(job.folder) / "final.safetensors")
-    sender.comm.barrier("final")
-    sender.comm.barrier("end")  # trainer 0 keeps the store open until all have read
+    sender.comm.gather(b"", width=8, phase="final")
+    sender.comm.gather(b"", width=8, phase="end")  # trainer 0 keeps the store open until all have read
     parameters = sum(torch.Size(info.shape).numel() for info in view.weights())
     del store
-    return {"updates": updates, "parameters": parameters, "collective_bytes": sum(others.values())}
+    return {"updates": updates, "parameters": parameters, "collective_bytes": sum(traffic.num_bytes.values())}
 
 
 def _engine(job: Job) -> dict[str, Any]:
@@ -278,14 +282,14 @@ def _engine(job: Job) -> dict[str, Any]:
     engine = FusedEngine(config, FusedRank(tp_rank=job.rank, tp_size=NUM_ENGINES))
     receiver = Receiver(engine, rendezvous, job.rank, "engine", job.settings)
     updates = [_timed(receiver, version) for version in job.versions]
-    receiver.comm.barrier("final")
+    receiver.comm.gather(b"", width=8, phase="final")
     weights = load_file(Path(job.folder) / "final.safetensors")
     identical = True
     for entry in engine.tensors():
         cut = tuple(slice(o, o + n) for o, n in zip(entry.global_offset, entry.view.shape, strict=True))
         want = weights[entry.name][cut].contiguous().view(torch.int16)
         identical &= torch.equal(entry.view.contiguous().view(torch.int16), want)
-    receiver.comm.barrier("end")
+    receiver.comm.gather(b"", width=8, phase="end")
     return {"updates": updates, "identical": identical}
 
 
@@ -303,11 +307,13 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--lr", type=float, default=1e-6)
     parser.add_argument("--encoding", choices=[AUTO, *CODECS], default=AUTO)
+    parser.add_argument("--method", choices=get_args(DeltaMethod), default="adamw")
     given = parser.parse_args()
     if given.job:
         _work(Job(**json.loads(given.job)))
         return
-    record = run(link=given.link, repeats=given.repeats, lr=given.lr, encoding=given.encoding)
+    options = {name: getattr(given, name) for name in ("link", "repeats", "lr", "encoding", "method")}
+    record = run(**options)
     print(json.dumps(record, indent=2))
 
 

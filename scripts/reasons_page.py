@@ -37,25 +37,59 @@ REASONS: Mapping[Reason, Advice] = {
         remedy="Count versions up by one. After a jump that is meant (a checkpoint was loaded) do nothing.",
     ),
     Reason.STEP_GAP: Advice(
-        cause="Two or more optimizer steps ran since the last commit, the step counter went back, an "
-        "optimizer state was loaded, or `weights_replaced()` was called.",
-        remedy="Update after each step, or set `weight_update_delta_accumulate: true`. After a load do "
-        "nothing, but see [the limits](limits.md) where it repeats at every update.",
+        cause="Two or more optimizer steps ran since the last commit; the step counter was reset, went "
+        "back, or "
+        "stood still although a hook saw a step; an optimizer state was loaded; or `weights_replaced()` was "
+        "called.",
+        remedy="Update after each step, or set `weight_update_delta_accumulate: true`. After a load or a "
+        "reset "
+        "do nothing, but see [the limits](limits.md) where it repeats at every update. A counter that is "
+        "reset "
+        "before each step makes every update full: reset the moments alone, or set "
+        "`weight_update_delta_method: snapshot`.",
     ),
     Reason.LOSSY_RECORD: Advice(
-        cause="`step()` ran more than once with different hyper-parameters, and the step counter moved once: "
-        "one of the calls was skipped (non-finite gradients), and it is not known which.",
-        remedy="Update after each call of `step()`, skipped ones included.",
+        cause="A hook changed hyper-parameters between the beginning of a step and its end. Or `step()` ran "
+        "several times with different ones, and an overflow skipped some of the calls. Or a capturable "
+        "optimizer of Transformer Engine or Apex got a `grad_scaler`: its counter shows an overflow one step "
+        "late.",
+        remedy="Change hyper-parameters between steps, or in hooks registered before the trainer is "
+        "attached. "
+        "Update after each call of `step()`, skipped ones included. Unscale gradients before the step.",
     ),
     Reason.NO_STEP_RECORD: Advice(
         cause="The step counter moved by one, but no hook saw the step: it was replayed in a CUDA graph, or "
         "the hooks were removed.",
         remedy="Capture graphs without the optimizer; do not call `detach()` while updates go on.",
     ),
+    Reason.STATE_REPLACED: Advice(
+        cause="Something else than a recorded step wrote to a master, or to moments after their step: a "
+        "parameter state was loaded, averaged weights were swapped in, another optimizer steps the same "
+        "masters. Or a few masters were moved or replaced, none of which is in the sample that shows whether "
+        "they are the same.",
+        remedy="Nothing if it was meant: what is in the optimizer now is followed, and the next update is a "
+        "delta. Attach again if the optimizer was replaced. If masters are written between all updates, set "
+        "`weight_update_delta_method: capture`.",
+    ),
+    Reason.STEP_DISPROVED: Advice(
+        cause="Some elements of the masters are kept at each commit, and the recorded step does not lead "
+        "from them to what is there now. Masters were replaced without a trace (`reload_model_params()` with "
+        "other weights, writes to `.data`), `step()` itself used other hyper-parameters than its groups say, "
+        "or its kernel computes something else than AdamW.",
+        remedy="Nothing if weights were replaced. If it comes with every update, set "
+        "`weight_update_delta_method: capture`, and report the optimizer.",
+    ),
+    Reason.UNSEEN_CHANGE: Advice(
+        cause="With the method `capture`: something else than a captured step wrote to the weights, such as "
+        "a step without hooks (a replayed CUDA graph), a checkpoint, or a framework that rounds in its own "
+        "way. The detail names a parameter, or one of several small ones that are looked at together.",
+        remedy="Nothing after a load. If it repeats at every update, let the optimizer call its step hooks, "
+        "or set `weight_update_delta_method: snapshot`.",
+    ),
     Reason.NOT_ADAMW: Advice(
         cause="The optimizer class is not one of torch's, Transformer Engine's or Apex's AdamW, or a group "
         "of it uses L2 decay, amsgrad or no bias correction. Also CPU-offloading wrappers.",
-        remedy="Train with decoupled AdamW, or set `weight_update_delta_method: snapshot`.",
+        remedy="Train with decoupled AdamW, or set `weight_update_delta_method: capture`.",
     ),
     Reason.MOMENTS_MISSING: Advice(
         cause="A step was counted, but `exp_avg` or `exp_avg_sq` of a parameter is not there, or has another "
@@ -83,6 +117,12 @@ REASONS: Mapping[Reason, Advice] = {
         "finite, or the recorded step, the moments and the optimizer's counter contradict each other.",
         remedy="Look at the detail in the verdict: it names the parameter and the value.",
     ),
+    Reason.STATE_AWAY: Advice(
+        cause="An fp32 master or a moment has a storage of size zero, or lies on another device than its "
+        "weight: optimizer state is offloaded between steps, and was away in this update, or in the last.",
+        remedy="Bring the state back before the update; then the next one, or the one after it, is a delta "
+        "again. With `weight_update_delta_method: snapshot` the state is not looked at.",
+    ),
     Reason.DETECTION_FAILED: Advice(
         cause="Detection raised an exception on a trainer rank; the verdict's detail carries it.",
         remedy="Report it: the update is exact all the same, but this is an error in the adapter.",
@@ -94,8 +134,13 @@ REASONS: Mapping[Reason, Advice] = {
     ),
     Reason.ENGINE_DIRTY: Advice(
         cause="Writes of a failed update reached an engine rank, and no commit followed; or publishing a "
-        "committed version (flushing its cache) failed there.",
+        "committed version failed there.",
         remedy="Nothing; do not serve from a receiver whose `ready` is False.",
+    ),
+    Reason.ENGINE_MOVED: Advice(
+        cause="The parameters of an engine were moved, reloaded, replaced, cast and cast back, or tied in "
+        "another way since its last update, so they may hold anything. The detail names them.",
+        remedy="Nothing: they were bound anew. If it repeats, see what moves the model between updates.",
     ),
     Reason.PREVIOUS_ABORTED: Advice(
         cause="The update before raised an exception on a trainer rank, or was committed on some only.",
@@ -138,6 +183,11 @@ EXCEPTIONS: Mapping[type[errors.AwexDeltaError], Advice] = {
         "known.",
         remedy="Use a class or release that the message names.",
     ),
+    errors.DiskError: Advice(
+        cause="A file system or an object store refused a call of a folder, `pull` or `inspect`. In an "
+        "update it becomes the `UpdateAborted` or `ChainError` of all ranks.",
+        remedy="The message names the path, what could not be done with it, and the remedy.",
+    ),
     errors.NumericsError: Advice(
         cause="By `numerics` for a step that cannot be inverted. In an update it becomes the reason "
         "`HYPERPARAMETERS_INVALID`.",
@@ -168,25 +218,38 @@ EXCEPTIONS: Mapping[type[errors.AwexDeltaError], Advice] = {
         remedy="Call again. If it repeats, report it with the message.",
     ),
     errors.UpdateError: Advice(
-        cause="Never raised itself: catch it around `update_weights`.",
+        cause="As itself by a rank whose own code raised something that it could not tell the others, "
+        "who then get a `PeerError`; and by an engine rank that could not publish. Its `__cause__` is "
+        "what was raised. Catch it around `update_weights`.",
         remedy="Call `update_weights` again on all ranks, with the same version or a later one.",
     ),
     errors.DriftError: Advice(
-        cause="Something wrote to an engine's live weights since its last commit, or memory decayed: the "
-        "bits that a frame would replace are others. It becomes the `UpdateAborted` of all ranks.",
-        remedy="The next update is full and repairs it. If it repeats, test the memory of that engine's "
-        "machine, and see whether something else writes its weights.",
+        cause="The bits that a frame would replace are not those that the trainer says were there: something "
+        "wrote to an engine's live weights since its last commit, memory decayed, or the trainer did not "
+        "step "
+        "as it recorded. It becomes the `UpdateAborted` of all ranks.",
+        remedy="The next update is full and repairs it. If it repeats on one engine, see what else writes "
+        "its "
+        "weights, and test the memory of its machine. If it repeats on all of them, look at the optimizer: "
+        "set "
+        "`weight_update_delta_method: snapshot`.",
     ),
     errors.UpdateAborted: Advice(
         cause="On every rank alike: the message names the phase, the ranks that failed and their errors.",
         remedy="Repair the cause, then as `UpdateError`.",
     ),
+    errors.WeightsAwayError: Advice(
+        cause="Before an update a rank looked at its live weights and found a storage of size zero, another "
+        "shape, dtype or device, or another parameter than the optimizer steps. Nothing was read or sent; "
+        "engines serve on.",
+        remedy="Bring offloaded weights back, then update again: it is a delta if it would have been one. "
+        "After replacing parameters make optimizer and view anew.",
+    ),
     errors.VerificationError: Advice(
         cause="On every rank alike, after the writes of an update: the message names the engine ranks, the "
-        "tensors and which part of them. A write went astray or was dropped, memory decayed, or another "
-        "hand wrote to the weights; see [verification](verify.md).",
-        remedy="As `UpdateError`: the next update repairs it. If it repeats, test the memory of that "
-        "engine's machine, and see whether something else writes its weights.",
+        "tensors and which part of them. A write went astray or was dropped, memory decayed, another "
+        "hand wrote to the weights, or a delta left out what had changed; see [verification](verify.md).",
+        remedy="As `UpdateError`: the next update repairs it. If it repeats, as `DriftError`.",
     ),
     errors.LockstepError: Advice(
         cause="On every rank alike: the caller asked for different versions, trainer ranks belong to "

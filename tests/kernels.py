@@ -8,7 +8,7 @@ against all of them.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -142,3 +142,62 @@ def _bias_correction(beta: torch.Tensor, step: int, form: KernelForm) -> torch.T
     if form.fp32_power:
         return 1 - beta ** torch.tensor(step, dtype=torch.float32)
     return torch.tensor(1 - float(beta) ** step, dtype=torch.float32)
+
+
+class FusedAdam(torch.optim.Optimizer):
+    """The fused optimizers of Transformer Engine and Apex without a GPU: their counters and gradients.
+
+    A test has to give it the `__module__` of one of them. As they do, it counts by group, also for parameters
+    without a gradient, and writes behind torch's back. With `capturable`, the counter follows the overflow of
+    the step before.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        *,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.8, 0.9),
+        eps: float = 1e-6,
+        weight_decay: float = 0.1,
+        bias_correction: bool = True,
+        adam_w_mode: bool = True,
+        capturable: bool = False,
+        use_decoupled_grad: bool = False,
+    ) -> None:
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, defaults | {"bias_correction": bias_correction})
+        self.adam_w_mode = adam_w_mode
+        self.capturable = capturable
+        self.use_decoupled_grad = use_decoupled_grad
+        self._overflow = torch.zeros(1, dtype=torch.int)
+
+    def step(self, _: Any = None, grad_scaler: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            moved: Any = (self._overflow != 1).int() if self.capturable else 1
+            group["step"] = group["step"] + moved if "step" in group else moved
+        if self.capturable:
+            self._overflow.fill_(0 if grad_scaler is None else int(grad_scaler.found_inf))
+        if self._overflow.item():
+            return
+        for group in self.param_groups:
+            used = AdamWStep(
+                lr=group["lr"],
+                weight_decay=group["weight_decay"],
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                eps=group["eps"],
+                step=int(group["step"]),
+            )
+            for param in group["params"]:
+                grad = getattr(param, "decoupled_grad" if self.use_decoupled_grad else "grad", None)
+                if grad is not None:
+                    self._step(param, grad, used)
+
+    def _step(self, param: torch.Tensor, grad: torch.Tensor, used: AdamWStep) -> None:
+        state = self.state[param]
+        for name in ("exp_avg", "exp_avg_sq"):
+            state.setdefault(name, torch.zeros_like(param.detach()))
+        tensors = [t.data.view(-1) for t in (param, state["exp_avg"], state["exp_avg_sq"])]
+        main, exp_avg, exp_avg_sq = tensors
+        adamw_kernel_step(main, grad.float().view(-1), exp_avg, exp_avg_sq, used, KernelForm())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import typer
 from rich.console import Console
@@ -13,6 +13,7 @@ from rich.table import Table
 
 from awex_delta.cli.output import JsonOption, print_json, stdout_kept
 from awex_delta.errors import ConfigError
+from awex_delta.settings.schema import DeltaMethod
 from awex_delta.wire.choice import AUTO
 from awex_delta.wire.registry import CODECS, codecs_for
 
@@ -22,11 +23,15 @@ app = typer.Typer(
     help="Measure detection, encodings and synchronization on this machine.",
 )
 
+METHODS: tuple[str, ...] = get_args(DeltaMethod)
 DETECT_FIELDS = (
     *("ratio_to_copy_bound", "speedup_over_eager", "elements_per_second", "peak_extra_bytes"),
     *("digest_over_detect", "digest_engine_over_detect", "digest_all_over_detect"),
 )
-METHOD_FIELDS = ("seconds", "commit_seconds", "kept_bytes", "peak_extra_bytes", "wire_bytes")
+METHOD_FIELDS = (
+    *("elements_per_second", "bytes_per_element", "num_missed", "extra_share", "seconds_in_step"),
+    *("seconds_in_update", "kept_bytes_per_element", "peak_extra_bytes"),
+)
 SCALE_FIELDS = (
     *("tensors", "storages", "encoding", "identical", "changed_share", "connect_seconds", "delta_seconds"),
     *("full_seconds", "delta_over_full_seconds", "full_digest_over_transfer", "microseconds_per_tensor"),
@@ -34,7 +39,7 @@ SCALE_FIELDS = (
 PROVE_FIELDS = ("parameters", "elements", "kinds", "seconds", "peak_bytes", "threads")
 LIVE_FIELDS = ("apply_over_scatter", "vllm_sparse_over_apply", "pause_seconds")
 SYNC_FIELDS = (
-    *("encoding", "parameters", "changed_share", "bytes_per_change", "delta_over_full_bytes"),
+    *("encoding", "method", "parameters", "changed_share", "bytes_per_change", "delta_over_full_bytes"),
     *("delta_over_full_seconds", "delta_seconds", "full_seconds", "training_collective_bytes", "identical"),
     *LIVE_FIELDS,
 )
@@ -46,7 +51,7 @@ def detect(
     elements: Annotated[int, typer.Option(help="Elements to detect changes in.", min=1 << 16)] = 32_000_000,
     repeats: Annotated[int, typer.Option(help="Samples of each kind.", min=1)] = 5,
 ) -> None:
-    """Detection against a measured memory copy, eager reconstruct, cast and compare, and a snapshot."""
+    """Detection against a measured memory copy and eager reconstruct, cast and compare; then all methods."""
     with _measuring(as_json):
         record = _benchmark("detect").run(num_elements=elements, repeats=repeats)
     _report(record, DETECT_FIELDS, as_json=as_json)
@@ -71,6 +76,7 @@ def sync(
     encoding: Annotated[
         str, typer.Option(help=f"Encoding of the deltas: {', '.join([AUTO, *CODECS])}.")
     ] = AUTO,
+    method: Annotated[str, typer.Option(help=f"How changes are found: {', '.join(METHODS)}.")] = METHODS[0],
 ) -> None:
     """A delta against AWEX's full sync: two Megatron trainer ranks, two engine ranks, 113 million weights.
 
@@ -80,13 +86,17 @@ def sync(
     known = [links.LOOPBACK, *links.SPEEDS]
     if link not in known:
         raise typer.BadParameter(f"{link!r} is none of {', '.join(known)}.", param_hint="--link")
+    if method not in METHODS:
+        raise typer.BadParameter(f"{method!r} is none of {', '.join(METHODS)}.", param_hint="--method")
     try:
         codecs_for(encoding)
     except ConfigError as error:
         raise typer.BadParameter(str(error), param_hint="--encoding") from error
     try:
         with _measuring(as_json):
-            record = _benchmark("sync").run(link=link, repeats=repeats, lr=lr, encoding=encoding)
+            record = _benchmark("sync").run(
+                link=link, repeats=repeats, lr=lr, encoding=encoding, method=method
+            )
     except links.NoLinkError as error:
         Console(stderr=True).print(str(error))
         raise typer.Exit(2) from error

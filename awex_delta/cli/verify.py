@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from awex_delta import disk
 from awex_delta.cli.output import JsonOption, print_json, refuse, stdout_kept
 from awex_delta.errors import ConfigError
 
@@ -96,7 +97,7 @@ def _read_token(path: Path) -> str:
 def _read(ref: str, token: str | None) -> bytes:
     """The bytes of a file or of an address."""
     try:
-        return _ask(ref, token) if ref.startswith(_ADDRESS) else Path(ref).read_bytes()
+        return _ask(ref, token) if ref.startswith(_ADDRESS) else disk.read(ref)
     except OSError as error:  # what requests raises is one too
         raise ConfigError(
             f"ENGINE: {ref!r} cannot be read ({error.strerror or error}); "

@@ -8,6 +8,7 @@ at most cast to another dtype. A proof has two halves:
   parameter whose name differs from an earlier one's only in layer or expert takes over what was found there.
 * A check, of every parameter. Random bits of its dtype and size, converted, must be the same bits moved by
   the table. A converter that treats one expert otherwise than its siblings fails it, and is proved anew.
+  Each rank draws other bits, so that what came from another rank is not taken for this rank's own.
 """
 
 from __future__ import annotations
@@ -62,29 +63,29 @@ class Prover:
     like an earlier one, one byte more for each element; and what the converter itself makes.
     """
 
-    def __init__(self) -> None:
-        """Nothing is known yet."""
+    def __init__(self, rank: int) -> None:
+        """Nothing is known yet. `rank` is this trainer rank: no two ranks draw the same random bits."""
         self._known: dict[tuple[str, tuple[int, ...], torch.dtype], tuple[Relocation, ...]] = {}
-        self._bits = _RandomBits()
+        self._bits = _RandomBits(rank)
 
     def prove(
-        self, param: str, convert: Converter, shape: Sequence[int], dtype: torch.dtype
+        self, param: str, convert: Converter, like: torch.Tensor, outputs: Outputs
     ) -> tuple[Relocation, ...] | None:
         """Prove that a converter relocates one parameter, and return where to.
 
         Args:
             param: name of the parameter, from which its kind is taken.
-            convert: local tensor -> HF names and tensors. Called with a meta tensor and CPU tensors of the
-                parameter's shape: `dtype` for the check, and uint8 if nothing can be taken over.
-            shape, dtype: those of the local parameter.
+            convert: local tensor -> HF names and tensors. Called with CPU tensors of the parameter's shape:
+                of its dtype for the check, and uint8 if nothing can be taken over.
+            like: a meta tensor of the parameter's shape and dtype.
+            outputs: what it converts to.
 
         Returns:
             One relocation for each HF tensor. None when the converter computes (scales, adds, normalises,
             quantises) or writes into what it is given, and when it cuts the parameter into so many runs that
             the table would be as large as the parameter, as a transpose does.
         """
-        size = tuple(shape)
-        outputs = convert(torch.empty(size, dtype=dtype, device="meta"))
+        size, dtype = tuple(like.shape), like.dtype
         if any(one not in _LOWEST_EXPONENT_BIT for one in (dtype, *(output.dtype for _, output in outputs))):
             return None
         kind = (kind_of(param), size, dtype)
@@ -116,10 +117,10 @@ class _RandomBits:
     No fresh ones are drawn for each parameter: each looks at the same bits through a window of its own.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, seed: int) -> None:
         self._values: dict[torch.dtype, torch.Tensor] = {}
         self._versions: dict[torch.dtype, int] = {}
-        self._generator = torch.Generator().manual_seed(0)
+        self._generator = torch.Generator().manual_seed(seed)
         self._num_windows = 0
 
     def window(self, numel: int, dtype: torch.dtype) -> torch.Tensor:

@@ -216,5 +216,7 @@ def _engine_actions(seat: Seat, engine: TransformersEngine | FusedEngine) -> Act
 
 
 def _generate(engine: TransformersEngine, prompt: list[int], num_tokens: int) -> list[int]:
-    tokens: list[int] = engine.generate(torch.tensor([prompt]), num_tokens)[0].tolist()
+    tokens: list[int] = engine.generate(torch.tensor([prompt], dtype=torch.int64, device="cpu"), num_tokens)[
+        0
+    ].tolist()
     return tokens

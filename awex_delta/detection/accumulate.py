@@ -1,7 +1,8 @@
-"""What changed since a commit, by inverting every step and adding up what it changed."""
+"""What changed since a commit, by finding what each step changed and adding it up."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any
@@ -10,34 +11,25 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from awex_delta.detection.invert import detect_or_doubt, failed
-from awex_delta.detection.journal import StepJournal
-from awex_delta.detection.pieces import Runs, nonzero
-from awex_delta.detection.slices import Detection, OwnedSlice, OwnedSlices, Watched
+from awex_delta.detection.journal import StepJournal, is_capturing
+from awex_delta.detection.optimizers import SteppedParams
+from awex_delta.detection.pieces import Runs, ascending, nonzero, take
+from awex_delta.detection.slices import Detection, OwnedSlice, OwnedSlices
 from awex_delta.lines.bits import add_codes
 from awex_delta.lines.changes import Changes, joined
 from awex_delta.protocol.verdict import Reason
 
 # Codes at a time: a piece takes one more byte for each.
 _PIECE = 1 << 22
+_BYTES_A_CHANGE = 9  # a position and a code
 
 
-class StepFollower:
-    """Inverts every step once it is over, and adds what it changed to each of its baselines.
+class Follower(ABC):
+    """Finds what each step changes, and tells its baselines."""
 
-    A step is over when the next one of the same optimizer begins, or when a baseline asks: by then the
-    masters have been rounded into the model's weights, and the moments are still those of the step.
-    """
-
-    def __init__(self, owned_slices: OwnedSlices, watched: Watched) -> None:
-        """Record every later step of the optimizers, and look at each before the next one begins."""
-        self._owned_slices = owned_slices
+    def __init__(self) -> None:
         self._baselines: list[AccumulatedBaseline] = []
-        self._journal = StepJournal()
         self._handles: list[RemovableHandle] = []
-        for optimizer, params in watched.items():
-            self._journal.watch(optimizer, params)
-            hook = partial(self._before_step, frozenset(params))
-            self._handles.append(optimizer.register_step_pre_hook(hook))
 
     def add(self) -> AccumulatedBaseline:
         """One more baseline."""
@@ -49,45 +41,90 @@ class StepFollower:
         """Forget a baseline, and remove the hooks with the last one."""
         self._baselines = [other for other in self._baselines if other is not baseline]
         if not self._baselines:
-            self._journal.detach()
-            for handle in self._handles:
-                handle.remove()
+            self._unhook()
 
-    def look(
-        self, keys: Collection[str] | None = None, *, without: AccumulatedBaseline | None = None
-    ) -> Sequence[OwnedSlice]:
-        """Add the step that is over to the baselines that follow.
+    @abstractmethod
+    def look(self, *, without: AccumulatedBaseline | None = None) -> Sequence[OwnedSlice]:
+        """Tell all baselines what is not told yet.
 
         Args:
-            keys: names the slices to look at; None means all.
-            without: a baseline to leave out.
+            without: a baseline that commits now, which the last step does not concern any more.
 
         Returns:
-            The slices, as they stand now.
+            All slices, as they stand now.
         """
+
+    def _tell(self, detection: Detection, also: AccumulatedBaseline | None = None) -> None:
+        for baseline in self._baselines:
+            if baseline.follows or baseline is also:
+                baseline.add(detection)
+
+    def _unhook(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+
+class StepFollower(Follower):
+    """Inverts every step once it is over.
+
+    A step is over when the next one of the same optimizer begins, or when a baseline asks: by then the
+    masters have been rounded into the model's weights, and the moments are still those of the step.
+    """
+
+    def __init__(self, owned_slices: OwnedSlices, watched: Sequence[SteppedParams]) -> None:
+        """Record every later step of the optimizers, and look at each before the next one begins."""
+        super().__init__()
+        self._owned_slices = owned_slices
+        self._journal = StepJournal()
+        for stepped in watched:
+            self._journal.watch(stepped)
+            hook = partial(self._before_step, frozenset(stepped.live()))
+            self._handles.append(stepped.optimizer.register_step_pre_hook(hook))
+
+    def look(self, *, without: AccumulatedBaseline | None = None) -> Sequence[OwnedSlice]:
+        """Add the step that is over to the baselines that follow."""
+        return self._look(None, without)
+
+    def _look(
+        self, keys: Collection[str] | None, without: AccumulatedBaseline | None = None
+    ) -> Sequence[OwnedSlice]:
+        """keys: names the slices to look at; None means all."""
         slices = [owned for owned in self._owned_slices() if keys is None or owned.key in keys]
         following = [one for one in self._baselines if one.follows and one is not without]
         if following:
             detection = detect_or_doubt(slices, self._journal.plan)
+            if detection.reason is Reason.NONE:
+                detection = self._journal.doubt(slices) or detection
             for baseline in following:
                 baseline.add(detection)
-        self._journal.commit({owned.key: owned.step for owned in slices})
+        self._journal.commit(None if keys is None else frozenset(keys))
         return slices
 
     def _before_step(self, keys: Collection[str], *_: Any) -> None:
-        self.look(keys)
+        if is_capturing():
+            return
+        try:
+            self._look(keys)
+        except Exception as error:  # noqa: BLE001 - training goes on, and the next update is full
+            self._tell(failed(error))
+
+    def _unhook(self) -> None:
+        super()._unhook()
+        self._journal.detach()
 
 
 class AccumulatedBaseline:
-    """Covers any number of steps since its commit. Its code plane takes one byte for each owned element.
+    """Covers any number of steps since its commit.
 
-    If the changes of one step are not known, that doubt stays until the next commit, and the plane is freed.
+    It keeps positions and codes of what changed, or one code for each owned element if that is smaller. If
+    the changes of one step are not known, that doubt stays until the next commit, and they are freed.
     """
 
-    def __init__(self, follower: StepFollower) -> None:
+    def __init__(self, follower: Follower) -> None:
         """Nothing is held before the first `committed`."""
         self._follower = follower
         self._owned = Runs.of([])
+        self._held = Changes.none()
         self._plane: torch.Tensor | None = None
         self._doubt: Detection | None = Detection(reason=Reason.FIRST_SYNC)
         self._detached = False
@@ -99,8 +136,9 @@ class AccumulatedBaseline:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the code plane."""
-        return 0 if self._plane is None else self._plane.nbytes
+        """Memory of what is kept."""
+        held, plane = self._held, self._plane
+        return held.num_changed * _BYTES_A_CHANGE + (0 if plane is None else plane.nbytes)
 
     def add(self, detection: Detection) -> None:
         """Add what one step changed. If memory is short, the step stays unknown, and training goes on.
@@ -117,34 +155,45 @@ class AccumulatedBaseline:
             self._distrust(failed(error))
 
     def _add(self, changes: Changes) -> None:
-        if changes.code is None or not changes.num_changed:
+        if not changes.num_changed:
             return
         if self._plane is None:
-            self._owned = self._owned.to(changes.pos.device)
+            changes = _sum(self._held, changes)
+            if changes.num_changed * _BYTES_A_CHANGE < self._owned.numel:
+                self._held = changes
+                return
+            self._owned, self._held = self._owned.to(changes.pos.device), Changes.none()
             self._plane = torch.zeros(self._owned.numel, dtype=torch.int8, device=changes.pos.device)
-        place = self._owned.index_of(changes.pos)
-        self._plane[place] = add_codes(self._plane[place], changes.code)
+        if changes.code is not None:
+            place = self._owned.index_of(changes.pos)
+            self._plane[place] = add_codes(self._plane[place], changes.code)
 
     def detect(self) -> Detection:
         """What all steps since the commit changed together."""
         self._follower.look()
         if self._doubt is not None:
             return self._doubt
+        if self._plane is None:
+            return Detection(changes=self._held, num_owned=self._owned.numel)
         parts = []
-        for number, codes in enumerate(() if self._plane is None else torch.split(self._plane, _PIECE)):
+        for number, codes in enumerate(torch.split(self._plane, _PIECE)):
             index = nonzero(codes != 0)
             parts.append(Changes(pos=self._owned.in_line(index + number * _PIECE), code=codes[index]))
         return Detection(changes=joined(parts), num_owned=self._owned.numel)
 
     def committed(self) -> None:
         """Later detections count from the weights as they are now."""
-        self._doubt = Detection(reason=Reason.STEP_GAP)  # stays if anything below fails
-        slices = self._follower.look(without=self)
+        unsure = Detection(reason=Reason.STEP_GAP)
+        self._doubt = unsure  # stays if anything below fails
+        try:
+            slices = self._follower.look(without=self)
+        except Exception as error:  # noqa: BLE001 - the engines have committed, whatever it was
+            self._distrust(failed(error))
+            return
         self._owned = Runs.of((owned.begin, owned.stop - owned.start) for owned in slices)
-        if self._plane is not None:
-            self._owned = self._owned.to(self._plane.device)
-            self._plane = self._plane.zero_() if self._plane.numel() == self._owned.numel else None
-        self._doubt = Detection(reason=Reason.NO_STEP_RECORD) if self._detached else None
+        self._held, self._plane = Changes.none(), None
+        if self._doubt is unsure:
+            self._doubt = Detection(reason=Reason.NO_STEP_RECORD) if self._detached else None
 
     def weights_replaced(self) -> None:
         """No sum of steps leads back to the last commit any more."""
@@ -159,4 +208,17 @@ class AccumulatedBaseline:
 
     def _distrust(self, detection: Detection) -> None:
         self._doubt = detection
-        self._plane = None
+        self._held, self._plane = Changes.none(), None
+
+
+def _sum(first: Changes, second: Changes) -> Changes:
+    """Two moves of some elements, one after the other, as one. Values are left out."""
+    if first.code is None or second.code is None or not first.num_changed:
+        return Changes(pos=second.pos, code=second.code)
+    pos, code = torch.cat([first.pos, second.pos]), torch.cat([first.code, second.code])
+    order = ascending(pos)
+    pos, code = pos[order], code[order]
+    twice = nonzero(pos[1:] == pos[:-1])
+    code[twice] = add_codes(code[twice], code[twice + 1])
+    code[twice + 1] = 0
+    return take(Changes(pos=pos, code=code), nonzero(code != 0))

@@ -20,13 +20,12 @@ that value was the weight before the step.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from awex_delta.errors import NumericsError
-from awex_delta.lines.bits import round_to_bf16
+from awex_delta.lines.bits import MAX_STEP, round_to_bf16
 
 _E = 2.0**-24  # unit roundoff of fp32
 _OPERATIONS = 2.0**-16  # relative error of u: kernel and evaluation, at most 2^-18, with a margin
@@ -37,8 +36,8 @@ _NEXT_ORDER = 1.0 + 2.0**-16  # products of errors, and the rounding of r itself
 _SMALL_EPS = 2.0**-40
 # Outside these, scalars under- or overflow in some kernels.
 _MIN_LR, _MAX_EPS = 2.0**-64, 2.0**60
-# Nothing up to here overflows when it is rounded to bf16.
-_LARGEST = 2.0**126
+# The pattern of 2^126: nothing up to here overflows when it is rounded to bf16.
+_LARGEST = 0x7E800000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,20 +115,13 @@ class State:
     exp_avg_sq: torch.Tensor
     weight: torch.Tensor
 
-    def part(self, start: int, stop: int) -> State:
-        """The elements from `start` up to `stop`, as views."""
-        return self._map(lambda tensor: tensor[start:stop])
-
     def pick(self, index: torch.Tensor) -> State:
         """The elements at `index` (int64), copied."""
-        return self._map(lambda tensor: tensor.take(index))
-
-    def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> State:
         return State(
-            main=function(self.main),
-            exp_avg=function(self.exp_avg),
-            exp_avg_sq=function(self.exp_avg_sq),
-            weight=function(self.weight),
+            main=self.main.take(index),
+            exp_avg=self.exp_avg.take(index),
+            exp_avg_sq=self.exp_avg_sq.take(index),
+            weight=self.weight.take(index),
         )
 
 
@@ -195,23 +187,22 @@ def invert(step: AdamWStep, *, moment_error: float = 0.0) -> Inversion:
     )
 
 
-def old_weights(
+def codes(
     main: torch.Tensor,
     exp_avg: torch.Tensor,
     exp_avg_sq: torch.Tensor,
     weight: torch.Tensor,
     coefficients: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The weights before the step, and which of them are certain.
+) -> torch.Tensor:
+    """How far the step moved each weight, as far as that is certain.
 
-    An old weight is not certain if the interval of old masters holds a rounding boundary, or if anything is
+    The old weight is not certain if the interval of old masters holds a rounding boundary, or if anything is
     irregular: a weight that is zero, not finite or not its rounded master, and moments that are
     invalid or out of range. So `examine` has to see no other elements.
 
-    One expression without 16-bit integers, which compilers for CPUs handle one at a time, so that it
-    compiles to one pass over memory. That pass computes longer than it waits for memory: so numbers of
-    16 bits are only made to round, since each operation on them would round again, and marks become
-    bytes by way of 32 bits, since no other way is vectorized.
+    One expression that compiles to one pass over memory. That pass computes longer than it waits for memory,
+    and a compiler for CPUs makes many instructions of a comparison, a cast to bf16 or any work on 16 bits.
+    So bit patterns are rounded and compared as 32-bit integers, and a condition that fails sets a sign bit.
 
     Args:
         main, exp_avg, exp_avg_sq: fp32 [n].
@@ -219,28 +210,62 @@ def old_weights(
         coefficients: fp32 [9], of `Inversion.coefficients`.
 
     Returns:
-        The old weight, bf16 [n], NaN where it is not certain; and int8 [n], 0 where that equals the weight,
-        which is certainly unchanged then, else 1.
+        int8 [n], as `lines.bits.step_code` makes them of the old and the new weight: 0 for a weight that
+        certainly did not change, and UNSTATED for one that moved far or whose old value is not certain.
     """
-    root_scale, eps, update_scale, decay_scale, err_weight, err_update, err_floor, min_sq, max_sq = (
+    first, last = _old_masters(main, exp_avg, exp_avg_sq, coefficients)
+    lowest, square = first.view(torch.int32), exp_avg_sq.view(torch.int32)
+    low, high = _rounded(lowest), _rounded(last.view(torch.int32))
+    now, master = weight.float().view(torch.int32) >> 16, _rounded(main.view(torch.int32))
+    # Patterns of one sign are ordered by magnitude, and those of two signs are more than MAX_STEP apart.
+    sign = now >> 31
+    step = ((now - low) ^ sign) - sign
+    differs = (low ^ high) | (master ^ now)  # low is never -0.0 with a high of 0.0: those differ, too
+    min_sq, max_sq = coefficients[7:].view(torch.int32).unbind()
+    failed = differs | -differs | (MAX_STEP - step.abs()) | (_LARGEST - (lowest & 0x7FFFFFFF))
+    failed = (failed | square | (square - min_sq) | (max_sq - square)) >> 31
+    return (step & ~failed | (failed << 7)).to(torch.int8)
+
+
+def _rounded(bits: torch.Tensor) -> torch.Tensor:
+    """The bf16 pattern, as int32, to which fp32 patterns round. Means nothing for a NaN."""
+    return (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+
+
+def disproved(
+    main: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    before: torch.Tensor,
+    coefficients: torch.Tensor,
+) -> torch.Tensor:
+    """Mark the masters that the recorded step cannot have brought from `before` to `main`.
+
+    Args:
+        main, exp_avg, exp_avg_sq: fp32 [n], after the step.
+        before: fp32 [n], the masters before it.
+        coefficients: fp32 [9], of `Inversion.coefficients`.
+
+    Returns:
+        bool [n]. Elements for which there is no bound are not marked.
+    """
+    min_sq, max_sq = coefficients[7:].unbind()
+    low, high = _old_masters(main, exp_avg, exp_avg_sq, coefficients)
+    bounded = (exp_avg_sq >= min_sq) & (exp_avg_sq <= max_sq) & (main.abs().view(torch.int32) <= _LARGEST)
+    return bounded & ((before < low) | (before > high))
+
+
+def _old_masters(
+    main: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, coefficients: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The interval that holds the masters before the step: fp32 [n] twice."""
+    root_scale, eps, update_scale, decay_scale, err_weight, err_update, err_floor, _, _ = (
         coefficients.unbind()
     )
     update = update_scale * (exp_avg / (exp_avg_sq.sqrt() * root_scale + eps))
     move = update + decay_scale * main
     error = err_weight * main.abs() + err_update * update.abs() + err_floor
-
-    low = (main + (move - error)).to(torch.bfloat16).float()
-    high = (main + (move + error)).to(torch.bfloat16).float()
-    now = weight.float()
-    certain = (
-        (low == high)  # never -0.0 and 0.0: they are farther apart than the smallest numbers
-        & (low.abs() <= _LARGEST)
-        & (main.to(torch.bfloat16).float() == now)
-        & (exp_avg_sq >= min_sq)
-        & (exp_avg_sq <= max_sq)
-    )
-    old = torch.where(certain, low, math.nan)
-    return old.to(torch.bfloat16), (old != now).to(torch.int32).to(torch.int8)
+    return main + (move - error), main + (move + error)
 
 
 def examine(state: State, *, zeros_stay: bool) -> Examination:

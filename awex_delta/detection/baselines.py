@@ -1,5 +1,5 @@
-"""What changed since a commit: by inverting the one step that lies between, by following every step, or
-by comparing with a copy.
+"""What changed since a commit: by inverting the one step that lies between, by inverting or capturing every
+step, or by comparing with a copy.
 
 A baseline belongs to the engines of one pairing, and moves when an update of theirs commits. One trainer may
 have several, each at its own pace.
@@ -7,13 +7,17 @@ have several, each at its own pace.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 from weakref import WeakSet
 
-from awex_delta.detection.accumulate import StepFollower
+from awex_delta.detection.accumulate import Follower, StepFollower
+from awex_delta.detection.capture import StepCapture
 from awex_delta.detection.one_step import OneStepBaseline
-from awex_delta.detection.slices import Detection, OwnedSlices, Watched
+from awex_delta.detection.optimizers import SteppedParams
+from awex_delta.detection.slices import Detection, OwnedSlices
 from awex_delta.detection.snapshot import SnapshotBaseline
+from awex_delta.settings.agreed import DeltaSettings
 
 
 class Baseline(Protocol):
@@ -36,26 +40,29 @@ class Baselines:
     """The baselines of one trainer rank."""
 
     def __init__(
-        self, owned_slices: OwnedSlices, watched: Watched, *, accumulate: bool, snapshot: bool = False
+        self, owned_slices: OwnedSlices, watched: Sequence[SteppedParams], settings: DeltaSettings
     ) -> None:
-        """Hook nothing yet.
+        """Hook what `settings` say has to be followed at every step, and nothing else yet.
 
         Args:
             owned_slices: every owned slice with its live optimizer state.
-            watched: what steps them; optimizers that are not decoupled AdamW make every update full.
-            accumulate: follow every step. Otherwise a baseline covers one step at most.
-            snapshot: compare with a copy of the weights; no optimizer is hooked then.
+            watched: what steps them.
+            settings: `enabled`, `method` and `accumulate` are looked at.
         """
         self._owned_slices = owned_slices
         self._watched = watched
-        self._snapshot = snapshot
-        self._follower = StepFollower(owned_slices, watched) if accumulate and not snapshot else None
+        self._copies = settings.enabled and settings.method == "snapshot"
+        self._follower: Follower | None = None
+        if settings.enabled and settings.method == "capture":
+            self._follower = StepCapture(owned_slices, watched)
+        elif settings.accumulate and not self._copies:
+            self._follower = StepFollower(owned_slices, watched)
         self._all: WeakSet[Baseline] = WeakSet()
 
     def add(self) -> Baseline:
         """A baseline that holds nothing before its first `committed`."""
         baseline: Baseline
-        if self._snapshot:
+        if self._copies:
             baseline = SnapshotBaseline(self._owned_slices)
         elif self._follower is not None:
             baseline = self._follower.add()

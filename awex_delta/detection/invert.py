@@ -21,18 +21,16 @@ from awex_delta.detection.adamw import AdamWStep
 from awex_delta.detection.pieces import Piece, Runs, Scratch, in_order, nonzero, pieces, take
 from awex_delta.detection.slices import Detection, OwnedSlice
 from awex_delta.errors import NumericsError, UnsupportedError
-from awex_delta.lines.bits import UNSTATED, step_code
+from awex_delta.lines.bits import UNSTATED
 from awex_delta.lines.changes import Changes, joined
 from awex_delta.protocol.verdict import Reason
 
 StepOf = Callable[[OwnedSlice], AdamWStep | Reason | None]
 """Says which step to invert for a slice; None if no step moved it since the commit; or why it is unknown."""
 
-_OldWeights = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]
-]
+_Codes = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
-# Elements at a time. Compiled, a piece costs three bytes for each element and eight for each that changed;
+# Elements at a time. Compiled, a piece costs one byte for each element and eight for each that changed;
 # eager, some fp32 temporaries. What changed is then handled in blocks, at about sixty bytes for each.
 _COMPILED_PIECE = 1 << 21
 _EAGER_PIECE = 1 << 18
@@ -42,10 +40,9 @@ _WORTH_COMPILING = 1 << 24
 # Shorter pieces gain nothing, and torch would compile again for sizes 0 and 1.
 _SHORTEST_COMPILED = 1 << 12
 
-# Otherwise compilers keep a value that was cast to bf16 and back in fp32, unrounded; and they might
-# rearrange `main + (move - error)`, which is the one order of operations that the bound needs.
+# Otherwise compilers might rearrange `main + (move - error)`, which is the one order of operations that the
+# bound needs.
 _COMPILE_OPTIONS: dict[str, str | int | bool | Callable[..., object]] = {
-    "emulate_precision_casts": True,
     "cpp.enable_unsafe_math_opt_flag": False,
 }
 _COMPILER_FAILURES = (RuntimeError, OSError, ImportError, subprocess.SubprocessError)
@@ -72,13 +69,13 @@ class _Doubt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Pass:
-    """How to find old weights, and on how many elements at a time."""
+    """How to find codes, and on how many elements at a time."""
 
-    old_weights: _OldWeights
+    codes: _Codes
     piece: int
 
-    def __call__(self, part: adamw.State, coefficients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        function = self.old_weights if part.weight.numel() >= _SHORTEST_COMPILED else adamw.old_weights
+    def __call__(self, part: adamw.State, coefficients: torch.Tensor) -> torch.Tensor:
+        function = self.codes if part.weight.numel() >= _SHORTEST_COMPILED else adamw.codes
         return function(part.main, part.exp_avg, part.exp_avg_sq, part.weight, coefficients)
 
 
@@ -159,13 +156,21 @@ def _refuse(refusals: list[_Refusal], num_owned: int) -> Detection:
 def _refusals(owned: OwnedSlice, numel: int, planned: AdamWStep | Reason | None) -> Iterator[_Refusal]:
     """Why a slice cannot be inverted, as far as that shows without reading its tensors."""
     main, weight = owned.main, owned.weight
+    away = owned.unreadable("weight")
+    if away:
+        raise UnsupportedError(away)
     if weight.dtype is not torch.bfloat16 or weight.numel() != numel:
         raise UnsupportedError(f"{owned.key}: detection needs {numel} bf16 weights, not {_describe(weight)}")
     if main is not None and main.numel() != numel:
         raise UnsupportedError(f"{owned.key}: the master of {numel} weights is {_describe(main)}")
     if main is None or main.dtype is not torch.float32:
         yield _Refusal(reason=Reason.NO_FP32_MASTER, detail=f"{owned.key}: master is {_describe(main)}")
+    elif away := owned.unreadable("main"):
+        yield _Refusal(reason=Reason.STATE_AWAY, detail=away)
     if planned is None:
+        # Before the first counted step the moments are looked at, too: they have to be zero.
+        if owned.step < 1 and (away := owned.unreadable("exp_avg", "exp_avg_sq")):
+            yield _Refusal(reason=Reason.STATE_AWAY, detail=away)
         return
     if isinstance(planned, Reason):
         yield _Refusal(reason=planned, detail=owned.key)
@@ -177,6 +182,8 @@ def _refusals(owned: OwnedSlice, numel: int, planned: AdamWStep | Reason | None)
         elif moment.dtype is not torch.float32:
             detail = f"{owned.key}: {name} is {_describe(moment)}"
             yield _Refusal(reason=Reason.MOMENTS_INVALID, detail=detail)
+    if away := owned.unreadable("exp_avg", "exp_avg_sq"):
+        yield _Refusal(reason=Reason.STATE_AWAY, detail=away)
     if planned.step != owned.step:
         detail = f"{owned.key}: step {planned.step} was recorded, the optimizer counts {owned.step}"
         yield _Refusal(reason=Reason.HYPERPARAMETERS_INVALID, detail=detail)
@@ -242,27 +249,25 @@ def _invert(piece: Piece, step: _Step, how: _Pass, scratch: Scratch, doubts: lis
         exp_avg_sq=scratch.tensor(piece, "exp_avg_sq"),
         weight=scratch.tensor(piece, "weight"),
     )
-    old, differs = how(state, step.coefficients)
-    runs = Runs.of(piece.ranges()).to(old.device)
+    codes = how(state, step.coefficients)
+    runs = Runs.of(piece.ranges()).to(codes.device)
     blocks = []
-    for marked in torch.split(nonzero(differs), _BLOCK):
-        before, value = old.take(marked), state.weight.take(marked)
-        code = step_code(before, value)
-        unknown = _unknown(before)
+    for marked in torch.split(nonzero(codes), _BLOCK):
+        code = codes.take(marked)
+        unknown = _unknown(code)
         seen = adamw.examine(state.pick(marked[unknown]), zeros_stay=step.inversion.zeros_stay)
-        exact = torch.where(seen.still_zero, 0, UNSTATED).to(torch.int8)
-        code[unknown] = torch.where(before[unknown].isnan(), exact, code[unknown])
+        code[unknown] = code[unknown].masked_fill(seen.still_zero, 0)
         doubts += [
             _Doubt(reason=Reason.MASTER_MISMATCH, piece=piece, flag=seen.master_mismatch),
             _Doubt(reason=Reason.MOMENTS_INVALID, piece=piece, flag=seen.moments_invalid),
         ]
-        blocks.append(Changes(pos=runs.in_line(marked), code=code, value=value))
+        blocks.append(Changes(pos=runs.in_line(marked), code=code, value=state.weight.take(marked)))
     return joined(blocks)
 
 
-def _unknown(before: torch.Tensor) -> torch.Tensor | slice:
-    """An index of old weights that are not certain. On a device it is all, which is quicker than waiting."""
-    return nonzero(before.isnan()) if before.device.type == "cpu" else slice(None)
+def _unknown(code: torch.Tensor) -> torch.Tensor | slice:
+    """An index of codes that state nothing. On a device it is all, which is quicker than waiting."""
+    return nonzero(code == UNSTATED) if code.device.type == "cpu" else slice(None)
 
 
 def _true_of(doubts: list[_Doubt]) -> list[_Refusal]:
@@ -294,21 +299,29 @@ def _is_wrong(owned: OwnedSlice, reason: Reason) -> bool:
 
 
 def _pass(device_type: str, *, compiled: bool) -> _Pass:
-    function = _compiled_old_weights(device_type) if compiled else None
+    function = _compiled_codes(device_type) if compiled else None
     if function is None:
-        return _Pass(old_weights=adamw.old_weights, piece=_EAGER_PIECE)
-    return _Pass(old_weights=function, piece=_COMPILED_PIECE)
+        return _Pass(codes=adamw.codes, piece=_EAGER_PIECE)
+    return _Pass(codes=function, piece=_COMPILED_PIECE)
 
 
 @functools.cache
-def _compiled_old_weights(device_type: str) -> _OldWeights | None:
+def _compiled_codes(device_type: str) -> _Codes | None:
     """Compiled once in a process; None if that fails."""
     try:
         # Sizes are dynamic, and what changes at every step comes in a tensor: one compilation serves all.
-        function = torch.compile(adamw.old_weights, dynamic=True, options=_COMPILE_OPTIONS)
+        function = torch.compile(adamw.codes, dynamic=True, options=_COMPILE_OPTIONS)
         # Distinct tensors, as later: if one stood for all, torch would compile for just that.
-        main, exp_avg, exp_avg_sq = (torch.zeros(_SHORTEST_COMPILED, device=device_type) for _ in range(3))
-        function(main, exp_avg, exp_avg_sq, main.to(torch.bfloat16), torch.zeros(9, device=device_type))
+        main, exp_avg, exp_avg_sq = (
+            torch.zeros(_SHORTEST_COMPILED, device=device_type, dtype=torch.float32) for _ in range(3)
+        )
+        function(
+            main,
+            exp_avg,
+            exp_avg_sq,
+            main.to(torch.bfloat16),
+            torch.zeros(9, device=device_type, dtype=torch.float32),
+        )
     except _COMPILER_FAILURES as error:
         cause = str(error).partition("\n")[0]
         _log.warning("change detection runs uncompiled, several times slower: %s", cause)

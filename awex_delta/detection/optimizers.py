@@ -11,6 +11,7 @@ import torch
 
 from awex_delta.detection.adamw import AdamWStep
 from awex_delta.errors import UnsupportedError
+from awex_delta.lines.storages import unreadable
 from awex_delta.protocol.verdict import Reason
 
 Group = Mapping[str, Any]
@@ -89,20 +90,31 @@ def step_counts(optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor]
         params: tensors of its `param_groups`.
 
     Returns:
-        One count for each parameter, in order; all 0 for a class that is not known.
+        One count for each parameter, in order; 0 for a tensor that the optimizer does not step, and for all
+        of a class that is not known.
+
+    Raises:
+        UnsupportedError: the storage of a counter was freed.
 
     Counters held on a device are copied to the host together.
     """
+    raw = _counters(optimizer, params)
+    away = next((why for v in raw if isinstance(v, torch.Tensor) and (why := unreadable(v))), "")
+    if away:
+        raise UnsupportedError(f"a step counter of {_class_path(optimizer)}: {away}: bring it back first")
+    there = [value for value in raw if _is_on_device(value)]
+    host = iter(torch.cat([value.view(1) for value in there]).tolist() if there else ())
+    return [int(next(host) if _is_on_device(value) else value) for value in raw]
+
+
+def _counters(optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor]) -> list[Any]:
+    """The counters of some parameters as the optimizer keeps them: numbers or live tensors."""
     if not is_known(optimizer):
         return [0] * len(params)
     if _class_path(optimizer) in _COUNTED_BY_GROUP:
         of_group = {p: group.get("step", 0) for group in optimizer.param_groups for p in group["params"]}
-        raw = [of_group[param] for param in params]
-    else:
-        raw = [_state(optimizer, param).get("step", 0) for param in params]
-    there = [value for value in raw if _is_on_device(value)]
-    host = iter(torch.cat([value.view(1) for value in there]).tolist() if there else ())
-    return [int(next(host) if _is_on_device(value) else value) for value in raw]
+        return [of_group.get(param, 0) for param in params]
+    return [_state(optimizer, param).get("step", 0) for param in params]
 
 
 def moments(
@@ -113,9 +125,113 @@ def moments(
     return state.get("exp_avg"), state.get("exp_avg_sq")
 
 
+Trace = tuple[int, int]
+"""Where a tensor lies and how often torch wrote to it.
+
+Kernels outside of torch, and writes to `.data`, are not counted. So an equal trace proves nothing, but
+another one shows that the tensor was moved, replaced or written."""
+
+
+def trace(tensor: torch.Tensor | None) -> Trace:
+    """Read the trace of a tensor; nothing of its contents is looked at."""
+    if tensor is None:
+        return (0, 0)
+    try:
+        return (tensor.data_ptr(), tensor._version)  # noqa: SLF001 - there is no public name
+    except RuntimeError:  # made in inference mode: writes are not counted at all
+        return (tensor.data_ptr(), 0)
+
+
+def counter_traces(optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor]) -> list[Trace]:
+    """The traces of the counters that `step_counts` reads, without waiting for a device."""
+    return [
+        trace(value) if isinstance(value, torch.Tensor) else (0, int(value))
+        for value in _counters(optimizer, params)
+    ]
+
+
+def had_gradients(optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor]) -> list[bool]:
+    """Which parameters the step that is over had a gradient of. Ask before anything frees it."""
+    decoupled = hasattr(optimizer, "use_decoupled_grad") and optimizer.use_decoupled_grad
+    name = "decoupled_grad" if decoupled else "grad"
+    return [hasattr(param, name) and getattr(param, name) is not None for param in params]
+
+
+def knows_overflow(optimizer: torch.optim.Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a step was told of overflows, and so may have moved nothing although there were gradients.
+
+    Args:
+        optimizer: inside its step.
+        args, kwargs: of that step, as its hooks get them.
+    """
+    if _class_path(optimizer) in _COUNTED_BY_GROUP:
+        return len(args) > 2 or kwargs.get("grad_scaler") is not None
+    return hasattr(optimizer, "found_inf") and optimizer.found_inf is not None
+
+
+def counts_skips(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the counter stands still for a skipped step, and only then.
+
+    In Transformer Engine and Apex it follows the overflow of the step before.
+    """
+    return _class_path(optimizer) not in _COUNTED_BY_GROUP
+
+
+class SteppedParams:
+    """The tensors that one optimizer steps, by key of the owned slice.
+
+    Recipes that offload optimizers put other tensors into `param_groups` and move the state along: then what
+    stands in the place of a tensor is taken for it.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, params: Mapping[str, torch.Tensor]) -> None:
+        """Remember where the tensors stand.
+
+        Args:
+            optimizer: the inner `torch.optim.Optimizer`, not Megatron's wrapper.
+            params: key of the owned slice -> the tensor that the optimizer steps (the fp32 master).
+        """
+        self.optimizer = optimizer
+        self._params = dict(params)
+        place_of = {param: place for place, param in enumerate(self._all())}
+        self._places = {key: place_of[param] for key, param in params.items() if param in place_of}
+        self._keys = {param: key for key, param in params.items()}
+
+    def __contains__(self, key: str) -> bool:
+        """True for the key of a tensor that the optimizer steps."""
+        return key in self._params
+
+    def live(self) -> Mapping[str, torch.Tensor]:
+        """The tensors as they stand now, by key, in the order in which they were given."""
+        there = self._all()
+        for key, place in self._places.items():
+            if place >= len(there) or there[place] is not self._params[key]:
+                self._follow(there)
+                break
+        return self._params
+
+    def key_of(self, param: torch.Tensor) -> str | None:
+        """The key of a tensor that `live` names."""
+        return self._keys.get(param)
+
+    def _follow(self, there: Sequence[torch.Tensor]) -> None:
+        place_of = {param: place for place, param in enumerate(there)}
+        for key, place in self._places.items():
+            param = self._params[key]
+            if param in place_of:
+                self._places[key] = place_of[param]  # groups in another order
+            elif place < len(there) and there[place] not in self._keys and there[place].shape == param.shape:
+                self._params[key] = there[place]
+        self._keys = {param: key for key, param in self._params.items()}
+
+    def _all(self) -> list[torch.Tensor]:
+        return [param for group in self.optimizer.param_groups for param in group["params"]]
+
+
 def flat(tensor: torch.Tensor, part: slice | None = None) -> torch.Tensor:
     """The elements of a contiguous tensor, or a part of them, live, flat and without gradients.
 
+    Raises RuntimeError if the tensor is not contiguous, or its storage was freed; see `slices.unusable`.
     It is called for every tensor in every update, so it spends no operation on a tensor that is flat already.
     """
     if tensor.requires_grad:

@@ -41,7 +41,10 @@ class Runs:
                 starts.append(end)
                 begins.append(begin)
             end, expected = end + numel, begin + numel
-        return cls(starts=torch.tensor([*starts, end]), begins=torch.tensor(begins, dtype=torch.int64))
+        return cls(
+            starts=torch.tensor([*starts, end], dtype=torch.int64, device="cpu"),
+            begins=torch.tensor(begins, dtype=torch.int64, device="cpu"),
+        )
 
     @property
     def numel(self) -> int:
@@ -168,7 +171,7 @@ def in_order(parts: Sequence[tuple[Piece, Changes]]) -> Changes:
     begins = [owned.begin + piece.first for piece, _ in parts for owned in piece.slices]
     if all(a < b for a, b in pairwise(begins)):
         return whole
-    return take(whole, _ascending(whole.pos))
+    return take(whole, ascending(whole.pos))
 
 
 def take(changes: Changes, index: torch.Tensor) -> Changes:
@@ -184,25 +187,26 @@ def nonzero(marks: torch.Tensor) -> torch.Tensor:
     """Where a flat tensor is not zero, int64, ascending. Waits for the device.
 
     Args:
-        marks: bool or int8 [n]; an int8 is 0 or 1.
+        marks: bool or int8 [n].
     """
     if marks.device.type != "cpu":
         return marks.nonzero().view(-1)
-    return torch.from_numpy(_nonzero(marks.view(torch.bool).numpy()))
+    return torch.from_numpy(_nonzero(marks.view(torch.int8).numpy()))
 
 
-def _nonzero(marks: np.ndarray[Any, np.dtype[np.bool_]]) -> np.ndarray[Any, np.dtype[np.int64]]:
+def _nonzero(marks: np.ndarray[Any, np.dtype[np.int8]]) -> np.ndarray[Any, np.dtype[np.int64]]:
     """Pass over eight marks at a time while few are set. Several times faster than torch's `nonzero`."""
     whole = marks.size // 8 * 8
-    words = np.flatnonzero(marks[:whole].view(np.int64) != 0)
-    if words.size > whole // 64:
-        return np.flatnonzero(marks)
-    inside = np.flatnonzero(marks[:whole].reshape(-1, 8)[words])
+    words = marks[:whole].view(np.int64)
+    some = np.flatnonzero(words != 0)
+    if some.size > whole // 12:
+        return np.flatnonzero(marks != 0)
+    inside = np.flatnonzero(words.take(some).view(np.int8) != 0)
     tail = np.flatnonzero(marks[whole:]) + whole
-    return np.concatenate([words[inside >> 3] * 8 + (inside & 7), tail])
+    return np.concatenate([some.take(inside >> 3) * 8 + (inside & 7), tail])
 
 
-def _ascending(pos: torch.Tensor) -> torch.Tensor:
+def ascending(pos: torch.Tensor) -> torch.Tensor:
     """The order that sorts several ascending lists: int64 [n]."""
     if pos.device.type != "cpu":
         return pos.argsort()

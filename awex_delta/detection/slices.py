@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
 
+from awex_delta.errors import UnsupportedError
 from awex_delta.lines.changes import Changes
+from awex_delta.lines.storages import unreadable
 from awex_delta.protocol.verdict import Reason
 
 
@@ -43,6 +45,32 @@ class OwnedSlice:
         """Identity of the parameter on this rank."""
         return param_key(self.param, self.chunk)
 
+    def unreadable(self, *names: str) -> str:
+        """Why one of the named tensors cannot be read beside the weight; empty if all can, or are None."""
+        device = self.weight.device
+        for name in names:
+            tensor: torch.Tensor | None = getattr(self, name)
+            if tensor is None:
+                continue
+            why = unreadable(tensor)
+            if not why and tensor.device != device:
+                why = f"it lies on {tensor.device}, the weight on {device}"
+            if why:
+                return f"{self.key}: {name}: {why}"
+        return ""
+
+
+def unusable(key: str, **tensors: torch.Tensor | None) -> UnsupportedError:
+    """Why the tensors of a parameter, by name, do not make an `OwnedSlice`."""
+    for name, tensor in tensors.items():
+        why = "" if tensor is None else unreadable(tensor)
+        if tensor is not None and not why and not tensor.is_contiguous():
+            why = f"it is not contiguous (shape {tuple(tensor.shape)}, strides {tensor.stride()})"
+        if why:
+            return UnsupportedError(f"{key}: {name}: {why}")
+    shapes = {name: None if tensor is None else tuple(tensor.shape) for name, tensor in tensors.items()}
+    return UnsupportedError(f"{key}: these do not make a slice: {shapes}")
+
 
 def param_key(param: str, chunk: int) -> str:
     """Identity of a local parameter: its canonical Megatron name and its model chunk."""
@@ -71,5 +99,15 @@ class Detection:
 OwnedSlices = Callable[[], Iterable[OwnedSlice]]
 """The owned slices of a trainer, as they stand now, in the order of the trainer's line."""
 
-Watched = Mapping[torch.optim.Optimizer, Mapping[str, torch.Tensor]]
-"""By inner optimizer: key of the owned slice -> the tensor that it steps (the fp32 master)."""
+
+def bf16_slices(slices: Iterable[OwnedSlice]) -> list[OwnedSlice]:
+    """Those that have elements. Raises UnsupportedError if a weight is not bf16, or cannot be read."""
+    filled = [owned for owned in slices if owned.stop > owned.start]
+    for owned in filled:
+        if away := owned.unreadable("weight"):
+            raise UnsupportedError(away)
+        if owned.weight.dtype is not torch.bfloat16:
+            raise UnsupportedError(
+                f"{owned.key}: only bits of bf16 are compared, not of {owned.weight.dtype}"
+            )
+    return filled

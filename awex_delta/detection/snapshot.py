@@ -12,9 +12,9 @@ from itertools import zip_longest
 
 import torch
 
+from awex_delta.detection.invert import failed
 from awex_delta.detection.pieces import Piece, Runs, Scratch, in_order, nonzero, pieces
-from awex_delta.detection.slices import Detection, OwnedSlice, OwnedSlices
-from awex_delta.errors import UnsupportedError
+from awex_delta.detection.slices import Detection, OwnedSlice, OwnedSlices, bf16_slices
 from awex_delta.lines.bits import step_code
 from awex_delta.lines.changes import Changes
 from awex_delta.protocol.verdict import Reason
@@ -39,6 +39,7 @@ class SnapshotBaseline:
         self._owned_slices = owned_slices
         self._held: torch.Tensor | None = None  # in the order of the pieces
         self._ranges: list[tuple[str, int, int]] = []
+        self._failure: Detection | None = None  # of the last commit's copy
 
     @property
     def num_bytes(self) -> int:
@@ -52,8 +53,8 @@ class SnapshotBaseline:
             UnsupportedError: a weight is not bf16.
         """
         if self._held is None:
-            return Detection(reason=Reason.FIRST_SYNC)
-        slices = self._slices()
+            return self._failure or Detection(reason=Reason.FIRST_SYNC)
+        slices = bf16_slices(self._owned_slices())
         num_owned = sum(owned.stop - owned.start for owned in slices)
         for before, now in zip_longest(self._ranges, _ranges(slices)):
             if before != now:
@@ -64,14 +65,21 @@ class SnapshotBaseline:
         return Detection(changes=in_order(parts), num_owned=num_owned)
 
     def committed(self) -> None:
-        """Copy the weights as they are now."""
-        slices = self._slices()
+        """Copy the weights as they are now. Never raises: what fails makes the next update full."""
+        try:
+            self._failure = None
+            self._copy()
+        except Exception as error:  # noqa: BLE001 - the engines have committed, whatever it was
+            self._held, self._failure = None, failed(error)
+
+    def _copy(self) -> None:
+        slices = bf16_slices(self._owned_slices())
         num_owned = sum(owned.stop - owned.start for owned in slices)
         held, self._held = self._held, None  # of no use if anything below fails
         if held is None or held.numel() != num_owned:
             # Pinned, so that copies to and from a device need no second copy on the host.
             pinned = bool(slices) and slices[0].weight.device.type == "cuda"
-            held = torch.empty(num_owned, dtype=torch.bfloat16, pin_memory=pinned)
+            held = torch.empty(num_owned, dtype=torch.bfloat16, pin_memory=pinned, device="cpu")
         with torch.no_grad():
             for _, new, old in _beside(slices, held):
                 old.copy_(new)
@@ -83,15 +91,6 @@ class SnapshotBaseline:
     def detach(self) -> None:
         """Free the copy: full until the next `committed`."""
         self._held = None
-
-    def _slices(self) -> list[OwnedSlice]:
-        slices = [owned for owned in self._owned_slices() if owned.stop > owned.start]
-        for owned in slices:
-            if owned.weight.dtype is not torch.bfloat16:
-                raise UnsupportedError(
-                    f"{owned.key}: a snapshot needs bf16 weights, not {owned.weight.dtype}"
-                )
-        return slices
 
 
 def _ranges(slices: Sequence[OwnedSlice]) -> list[tuple[str, int, int]]:

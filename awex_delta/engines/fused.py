@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from awex_delta.engines.view import EngineTensor, part, require_aliases
+from awex_delta.engines.view import EngineTensor, LiveParts, part
 from awex_delta.errors import LayoutError
 
 if TYPE_CHECKING:
@@ -174,16 +174,13 @@ class FusedEngine:
         self._dtype = dtype
         self._router_dtype = router_dtype or dtype
         self._device = torch.device(device)
-        parts = self._vocabulary(separate_lm_head)
-        for layer in range(self.shape.num_layers):
-            parts += self._layer(layer)
-        parts.append(self._whole("model.norm.weight", (self.shape.hidden_size,)))
-        require_aliases(parts, self.params.values())
-        self._parts = tuple(parts)
+        self._separate_lm_head = separate_lm_head
+        self._parts = LiveParts(self.params.items, self._make_parts)
+        self._make_parts()
 
     def tensors(self) -> Sequence[EngineTensor]:
-        """HF-named views of the fused storage, in a stable order. Padding is in none of them."""
-        return self._parts
+        """HF-named views of what `params` holds now. Padding is in none of them."""
+        return self._parts()
 
     def synchronize(self) -> None:
         """Block until writes to the weights are done on the device."""
@@ -195,22 +192,30 @@ class FusedEngine:
         self.version = version
         self.cache_flushes += 1
 
-    def _allocate(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> torch.Tensor:
-        self.params[name] = torch.zeros(shape, dtype=dtype or self._dtype, device=self._device)
+    def _make_parts(self) -> list[EngineTensor]:
+        parts = self._vocabulary()
+        for layer in range(self.shape.num_layers):
+            parts += self._layer(layer)
+        return [*parts, self._whole("model.norm.weight", (self.shape.hidden_size,))]
+
+    def _storage(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> torch.Tensor:
+        """A fused storage by its name. It is allocated when it is asked for the first time."""
+        if name not in self.params:
+            self.params[name] = torch.zeros(shape, dtype=dtype or self._dtype, device=self._device)
         return self.params[name]
 
     def _whole(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> EngineTensor:
-        return part(name, self._allocate(name, shape, dtype))
+        return part(name, self._storage(name, shape, dtype))
 
-    def _vocabulary(self, separate_lm_head: bool) -> list[EngineTensor]:
-        embedding = self._vocabulary_slice(EMBEDDING, self._allocate_vocabulary(EMBEDDING))
-        if self.shape.tied_embeddings and not separate_lm_head:
+    def _vocabulary(self) -> list[EngineTensor]:
+        embedding = self._vocabulary_slice(EMBEDDING, self._vocabulary_storage(EMBEDDING))
+        if self.shape.tied_embeddings and not self._separate_lm_head:
             return embedding + self._vocabulary_slice(LM_HEAD, self.params[EMBEDDING], tied_to=EMBEDDING)
-        return embedding + self._vocabulary_slice(LM_HEAD, self._allocate_vocabulary(LM_HEAD))
+        return embedding + self._vocabulary_slice(LM_HEAD, self._vocabulary_storage(LM_HEAD))
 
-    def _allocate_vocabulary(self, name: str) -> torch.Tensor:
+    def _vocabulary_storage(self, name: str) -> torch.Tensor:
         rows = padded_vocab(self.shape.vocab_size, self.rank.tp_size) // self.rank.tp_size
-        return self._allocate(name, (rows, self.shape.hidden_size))
+        return self._storage(name, (rows, self.shape.hidden_size))
 
     def _vocabulary_slice(
         self, name: str, storage: torch.Tensor, tied_to: str | None = None
@@ -240,8 +245,8 @@ class FusedEngine:
         q = shape.num_heads // tp_size * dim
         kv = max(1, shape.num_kv_heads // tp_size) * dim
         kv_start = tp_rank * shape.num_kv_heads // tp_size * dim
-        qkv = self._allocate(f"{prefix}.qkv_proj.weight", (q + 2 * kv, hidden))
-        out = self._allocate(f"{prefix}.o_proj.weight", (hidden, q))
+        qkv = self._storage(f"{prefix}.qkv_proj.weight", (q + 2 * kv, hidden))
+        out = self._storage(f"{prefix}.o_proj.weight", (hidden, q))
         all_q, all_kv = (shape.num_heads * dim, hidden), (shape.num_kv_heads * dim, hidden)
         return [
             part(f"{prefix}.q_proj.weight", qkv.narrow(0, 0, q), all_q, (tp_rank * q, 0)),
@@ -254,16 +259,16 @@ class FusedEngine:
 
     def _mlp(self, prefix: str) -> list[EngineTensor]:
         hidden, inter = self.shape.hidden_size, self.shape.intermediate_size // self.rank.tp_size
-        gate_up = self._allocate(f"{prefix}.gate_up_proj.weight", (2 * inter, hidden))
-        down = self._allocate(f"{prefix}.down_proj.weight", (hidden, inter))
+        gate_up = self._storage(f"{prefix}.gate_up_proj.weight", (2 * inter, hidden))
+        down = self._storage(f"{prefix}.down_proj.weight", (hidden, inter))
         return _gated(prefix, gate_up, down, self.rank.tp_rank, self.rank.tp_size)
 
     def _experts(self, prefix: str) -> list[EngineTensor]:
         shape, rank = self.shape, self.rank
         local = shape.num_experts // rank.ep_size
         inter = shape.moe_intermediate_size // rank.moe_tp_size
-        w13 = self._allocate(f"{prefix}.experts.w13_weight", (local, 2 * inter, shape.hidden_size))
-        w2 = self._allocate(f"{prefix}.experts.w2_weight", (local, shape.hidden_size, inter))
+        w13 = self._storage(f"{prefix}.experts.w13_weight", (local, 2 * inter, shape.hidden_size))
+        w2 = self._storage(f"{prefix}.experts.w2_weight", (local, shape.hidden_size, inter))
         router = (shape.num_experts, shape.hidden_size)
         parts = [self._whole(f"{prefix}.gate.weight", router, self._router_dtype)]
         for slot in range(local):

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from awex_delta.engines.view import EngineTensor, part, require_aliases
+from awex_delta.engines.view import EngineTensor, LiveParts, part
 from awex_delta.errors import LayoutError
 
 # How transformers describes fused experts stored as [experts, out, in], gate rows before up rows.
@@ -40,12 +40,12 @@ class TransformersEngine:
         self.model = model
         self.version: int | None = None
         self.cache_flushes = 0
-        self._parts = tuple(_parts(model))
-        require_aliases(self._parts, _served(model).values())
+        self._parts = LiveParts(lambda: _served(model).items(), lambda: _parts(model))
+        self._parts()
 
     def tensors(self) -> Sequence[EngineTensor]:
-        """HF-named views of the model's parameters and persistent buffers, in a stable order."""
-        return self._parts
+        """HF-named views of the model's parameters and persistent buffers, wherever they lie now."""
+        return self._parts()
 
     def synchronize(self) -> None:
         """Block until writes to the weights are done on the device."""
@@ -84,7 +84,7 @@ def _parts(model: PreTrainedModel) -> Iterator[EngineTensor]:
     first_name: dict[tuple[int, torch.Size], str] = {}
     # The embedding comes before lm_head in the module tree, so the head is the one named as tied.
     for name, tensor in _served(model).items():
-        owner = first_name.setdefault((tensor.data_ptr(), tensor.shape), name)
+        owner = first_name.setdefault((tensor.data_ptr(), tensor.shape), name) if tensor.numel() else name
         if owner != name:
             yield part(name, tensor, tied_to=owner)
         elif name.endswith((".mlp.experts.gate_up_proj", ".mlp.experts.down_proj")):

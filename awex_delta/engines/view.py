@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from awex_delta.errors import LayoutError
+from awex_delta.garbage import uncollected
 
+_MAX_NAMED = 8  # tensors that a message names
+_Places = list[tuple[Any, ...]]  # of each tensor its name, where it lies, and how it looks
 _BITS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
 
 
@@ -32,16 +36,35 @@ class EngineTensor:
 
 @runtime_checkable
 class EngineView(Protocol):
-    """What the receiver needs from an inference engine. Every method is rank-local."""
+    """What the receiver needs from an inference engine. Every method is rank-local.
+
+    `awex_delta.testing.contract.engines` tries an implementation.
+    """
 
     def tensors(self) -> Sequence[EngineTensor]:
-        """This rank's live tensors, in a stable order. Storage never moves between calls."""
+        """Views of the memory that this rank computes with now.
+
+        Called as ranks connect, before each update, and after its writes, before it commits. Each call looks
+        the tensors up in the live model: a view that was kept is dead once the model has moved. What lies
+        elsewhere than at the call before has moved, and makes the update full. `LiveParts` does this at the
+        cost of a pointer a tensor.
+
+        Whatever this raises ends the update on all ranks; if it was asked before the writes, none was made.
+        """
 
     def synchronize(self) -> None:
-        """Block until writes to the weights are done on the device."""
+        """Block until writes to the weights are done on the device.
+
+        Called before all ranks agree to commit, so whatever may fail and has to follow each write (dropping
+        caches that the old weights filled) belongs here: if it raises, no rank commits.
+        """
 
     def committed(self, version: int) -> None:
-        """A version was committed: publish it and flush caches, exactly once."""
+        """A version was committed on all ranks: publish it, exactly once.
+
+        It should be an assignment. If it raises, this rank alone is not ready until the next update, which is
+        a full sync; the others serve the version.
+        """
 
 
 def part(
@@ -55,15 +78,19 @@ def part(
 
     Args:
         name: HF name of the whole tensor, as AWEX's converters emit it.
-        view: alias of the engine's storage, bf16, fp16 or fp32, any device, any strides; kept detached.
+        view: alias of the engine's storage, bf16, fp16 or fp32, any device, any strides. Kept as an ordinary
+            tensor over the same memory, also of a parameter, or of what was made in inference mode.
         global_shape: shape of the whole HF tensor; the shape of `view` when not given.
         global_offset: where `view` begins in it; the origin when not given.
         tied_to: name of the entry that shares this storage.
 
     Raises:
-        LayoutError: the dtype is another one (quantized weights), two elements of `view` share memory, or
-            the part does not lie inside the whole.
+        LayoutError: the dtype is another one (quantized weights), `view` is no plain memory or has been
+            released, two elements of it share memory, or the part does not lie inside the whole.
     """
+    foreign: Any = view
+    if is_traceable_wrapper_subclass(foreign):
+        raise LayoutError(f"{name} is a {type(view).__name__}, which has no memory of its own to write to.")
     shape = tuple(view.shape if global_shape is None else global_shape)
     offset = (0,) * len(shape) if global_offset is None else tuple(global_offset)
     if view.dtype not in _BITS:
@@ -83,21 +110,199 @@ def part(
     )
     if not inside:
         raise LayoutError(f"{name}: a part of shape {tuple(view.shape)} at {offset} does not fit in {shape}.")
+    if view.numel() and _end(view) * view.element_size() > view.untyped_storage().nbytes():
+        raise LayoutError(f"{name} has no memory: its storage was released. Load the engine's weights first.")
     return EngineTensor(
-        name=name, view=view.detach(), global_shape=shape, global_offset=offset, tied_to=tied_to
+        name=name, view=_plain(view), global_shape=shape, global_offset=offset, tied_to=tied_to
     )
+
+
+def _end(view: torch.Tensor) -> int:
+    """One beyond the last element of a tensor in its storage."""
+    last = sum((size - 1) * stride for size, stride in zip(view.shape, view.stride(), strict=True))
+    return int(view.storage_offset()) + last + 1
+
+
+def _plain(view: torch.Tensor) -> torch.Tensor:
+    """The same memory as a tensor that can be written without autograd, inside inference mode and outside."""
+    with torch.inference_mode(mode=False):
+        plain = torch.empty(0, dtype=view.dtype, device=view.device)
+        return plain.set_(view.untyped_storage(), view.storage_offset(), view.size(), view.stride())
 
 
 def require_aliases(parts: Iterable[EngineTensor], live: Iterable[torch.Tensor]) -> None:
     """Check that every part is memory of a live tensor, so that a write to it reaches the model.
 
-    Raises LayoutError if a part has a storage of its own, or two parts have one name.
+    Raises LayoutError if a part has a storage of its own.
     """
     storages = {tensor.untyped_storage().data_ptr() for tensor in live}
-    seen: set[str] = set()
     for entry in parts:
         if entry.view.untyped_storage().data_ptr() not in storages:
             raise LayoutError(f"{entry.name} is a copy: writing to it would not reach the engine's weights.")
-        if entry.name in seen:
+
+
+class LiveParts:
+    """Answers `EngineView.tensors` from a live model: looks at all of its tensors at every call.
+
+    Example:
+        >>> class View(EngineView):
+        ...     def __init__(self, model):
+        ...         self._parts = LiveParts(model.named_parameters, lambda: my_parts(model))
+        ...     def tensors(self):
+        ...         return self._parts()
+    """
+
+    def __init__(
+        self,
+        live: Callable[[], Iterable[tuple[str, torch.Tensor]]],
+        parts: Callable[[], Iterable[EngineTensor]],
+        *,
+        captured: str = "",
+    ) -> None:
+        """Look at nothing yet.
+
+        Args:
+            live: the tensors that the model computes with at the time of the call, each with any name that
+                stays. It is called for every update, so it should do no more than look them up.
+            parts: makes the views of them; called when one of them moved.
+            captured: the remedy, if the engine replays captured graphs, which read the addresses that tensors
+                had then. What moved cannot be served then, and is an error.
+        """
+        self._live = live
+        self._make = parts
+        self._captured = captured
+        self._places: _Places = []
+        self._parts: tuple[EngineTensor, ...] | None = None
+
+    def __call__(self) -> Sequence[EngineTensor]:
+        """The views. They are the same objects as long as nothing moved.
+
+        Raises LayoutError if a view is no memory of a live tensor, or one moved that captured graphs read;
+        and what `live` and `parts` raise.
+        """
+        # The views keep their memory alive, so that nothing else can come to lie at the same address.
+        places = [(name, *_place(tensor)) for name, tensor in self._live()]
+        if self._parts is None or places != self._places:
+            if self._parts is not None and self._captured:
+                raise LayoutError(
+                    f"{_differing(self._places, places)[0]} moved to other memory than captured graphs read: "
+                    f"{self._captured}"
+                )
+            parts = tuple(self._make())
+            require_aliases(parts, (tensor for _, tensor in self._live()))
+            self._parts, self._places = parts, places
+        return self._parts
+
+
+def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
+    # Called for each tensor at each update, so it reads only what takes no time.
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+
+
+class Bound:
+    """An engine's tensors as updates read and write them: what it computed with when one looked last.
+
+    Attributes:
+        parts: as `EngineView.tensors` gave them; each view is an ordinary tensor over the live memory.
+        moved: names of tensors that were bound anew, for messages. Empty it once they were updated.
+    """
+
+    def __init__(self, view: EngineView) -> None:
+        """Bind nothing yet."""
+        self._view = view
+        self._places: _Places | None = None
+        self.parts: tuple[EngineTensor, ...] = ()
+        self.moved = ""
+
+    @uncollected()
+    def look(self) -> bool:
+        """Bind what the engine computes with now, if it is not what is bound. Returns whether it was not.
+
+        Raises:
+            LayoutError: names a tensor that cannot be written in place, is given under one name twice, shares
+                memory with another one, is a copy, or lies on another device; and what `EngineView.tensors`
+                raises.
+        """
+        live = self._view.tensors()
+        moved = self._differing(live)
+        if not moved and self._places is not None:
+            return False
+        if self._places is not None:
+            self.moved = _some(moved)
+        parts = tuple(
+            part(one.name, one.view, one.global_shape, one.global_offset, one.tied_to) for one in live
+        )
+        _require_apart(parts)
+        _require_one_device(parts, self.parts)
+        self._places, self.parts = _places(live), parts
+        if copies := self._differing(self._view.tensors()):
+            self._places = None
+            raise LayoutError(
+                f"{copies[0]}: tensors() gives copies, which the engine would never read; give views of the "
+                "live weights"
+            )
+        return True
+
+    def require_unmoved(self) -> None:
+        """Check that the engine still computes with what is bound. Raises LayoutError."""
+        if moved := self._differing(self._view.tensors()):
+            raise LayoutError(f"weights moved to other memory while they were updated: {_some(moved)}")
+
+    def looks(self) -> dict[str, tuple[Any, ...]]:
+        """All that an engine says of its tensors when ranks connect, by name."""
+        return {
+            one.name: (one.view.dtype, one.view.shape, one.global_shape, one.global_offset, one.tied_to)
+            for one in self.parts
+        }
+
+    def _differing(self, live: Sequence[EngineTensor]) -> list[str]:
+        """Names of the tensors that lie elsewhere than what is bound, look otherwise, came or went."""
+        now = _places(live)
+        if self._places is None or now == self._places:
+            return []
+        return _differing(self._places, now)
+
+
+def _differing(before: _Places, after: _Places) -> list[str]:
+    """Names of what is not the same before and after."""
+    old, new = ({place[0]: place for place in places} for places in (before, after))
+    return [name for name in dict.fromkeys((*old, *new)) if old.get(name) != new.get(name)] or ["the order"]
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:_MAX_NAMED]) + (f", ... ({len(names)})" if len(names) > _MAX_NAMED else "")
+
+
+def _places(live: Sequence[EngineTensor]) -> _Places:
+    return [(t.name, *_place(t.view), t.global_shape, t.global_offset, t.tied_to) for t in live]
+
+
+def _require_apart(parts: Sequence[EngineTensor]) -> None:
+    """Refuse what would be written twice, under two names, or not at all."""
+    addresses: dict[str, int] = {}
+    owners: dict[int, str] = {}
+    for entry in parts:
+        if entry.name in addresses:
             raise LayoutError(f"{entry.name} is published twice by one rank.")
-        seen.add(entry.name)
+        address = addresses[entry.name] = entry.view.data_ptr()
+        if entry.tied_to is None and entry.view.numel():
+            owner = owners.setdefault(address, entry.name)
+            if owner != entry.name:
+                raise LayoutError(f"{entry.name} shares the memory of {owner}: name that as its tied_to.")
+    for entry in parts:
+        if entry.tied_to is not None and addresses.get(entry.tied_to) != addresses[entry.name]:
+            raise LayoutError(
+                f"{entry.name} is given as tied to {entry.tied_to}, but has other memory, which nobody would "
+                "write: leave its tied_to out."
+            )
+
+
+def _require_one_device(parts: Sequence[EngineTensor], before: Sequence[EngineTensor]) -> None:
+    """Refuse a model that was moved in part, or to a device that it was not connected on."""
+    for entry in parts:
+        first = (before or parts)[0]
+        if entry.view.device != first.view.device:
+            raise LayoutError(
+                f"{entry.name} lies on {entry.view.device}, {first.name} on {first.view.device}: move all "
+                "weights back there, or attach the model anew."
+            )

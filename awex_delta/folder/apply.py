@@ -52,7 +52,7 @@ class _Body:
             value = self.value[first : first + _PIECE]
             if self.pos is None:
                 start = self.start + first
-                span = torch.arange(start, start + value.numel())
+                span = torch.arange(start, start + value.numel(), device="cpu")
                 pos, pick = _there(self.table, self.live, span)
                 yield self.live.dtype, pos, value.index_select(0, pick)
             else:
@@ -155,9 +155,13 @@ def _touching(line: LineEntry, live: Live) -> list[BodyEntry]:
     boxes = live.tables[line.boxes.xxh3].boxes
     here = live.lines[WIRE_DTYPES[line.dtype]].touches(boxes.target, boxes.target_ends)
     touched = boxes.take(here.nonzero().view(-1))
-    begun = torch.searchsorted(touched.source, torch.tensor([body.end for body in line.bodies]))
+    begun = torch.searchsorted(
+        touched.source, torch.tensor([body.end for body in line.bodies], dtype=torch.int64, device="cpu")
+    )
     over = torch.searchsorted(
-        touched.source + touched.numels, torch.tensor([body.begin for body in line.bodies]), right=True
+        touched.source + touched.numels,
+        torch.tensor([body.begin for body in line.bodies], dtype=torch.int64, device="cpu"),
+        right=True,
     )
     return [body for body, keep in zip(line.bodies, (begun > over).tolist(), strict=True) if keep]
 
@@ -207,7 +211,7 @@ def _unpacked(line: LineEntry, entry: BodyEntry, body: torch.Tensor, live: Live)
     read = partial(_read_back, table, here, entry) if codec.needs_context else None
     changes = codec.decode(body, entry.count, Span(entry.begin, entry.end), dtype, read=read)
     pos, pick = _there(table, here, changes.pos)
-    value = torch.empty(0, dtype=dtype) if changes.value is None else changes.value[pick]
+    value = torch.empty(0, dtype=dtype, device="cpu") if changes.value is None else changes.value[pick]
     code = None if changes.code is None else changes.code[pick]
     changes = settle(Changes(pos=pos, code=code, value=value), partial(_gathered, here))
     return _Body(table=table, live=here, value=value, pos=changes.pos)
@@ -226,15 +230,15 @@ def _gathered(live: LiveLine, pos: torch.Tensor) -> torch.Tensor:
 
 def _read_back(table: Table, live: LiveLine, entry: BodyEntry, start: int, stop: int) -> torch.Tensor:
     """The live values of some elements of a writer's line, all of which must be here."""
-    there, pick = _there(table, live, torch.arange(start, stop))
-    held = torch.zeros(stop - start, dtype=torch.bool)
+    there, pick = _there(table, live, torch.arange(start, stop, device="cpu"))
+    held = torch.zeros(stop - start, dtype=torch.bool, device="cpu")
     held[pick] = True
     if not bool(held.all()):
         raise LayoutError(
             f"{entry.key} is packed as {entry.encoding!r}, which takes all of its weights to read, and this "
             "rank holds a part of them: set weight_update_delta_encoding: ulp_zstd on the trainer"
         )
-    values = torch.empty(stop - start, dtype=live.dtype)
+    values = torch.empty(stop - start, dtype=live.dtype, device="cpu")
     values[pick] = _gathered(live, there)
     return values
 
@@ -264,6 +268,8 @@ def within(pieces: Iterable[Piece], live: Live, begins: Mapping[torch.dtype, int
     for dtype, pos, value in pieces:
         if dtype in live.lines:
             begin = begins.get(dtype, 0)
-            edges = torch.tensor([begin, begin + live.lines[dtype].line.numel])
+            edges = torch.tensor(
+                [begin, begin + live.lines[dtype].line.numel], dtype=torch.int64, device="cpu"
+            )
             first, last = torch.searchsorted(pos, edges).tolist()
             yield dtype, pos[first:last] - begin, value[first:last]

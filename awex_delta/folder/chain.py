@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from awex_delta.errors import WireError
+from awex_delta.errors import DiskError, WireError
 from awex_delta.folder.folder import INDEX, Folder, version_name
 from awex_delta.folder.local import Marker
 from awex_delta.folder.manifest import ForeignFormatError, Manifest, parse_manifest
@@ -31,13 +31,18 @@ class Chain:
 
 
 class Catalogue:
-    """The manifests of a folder as they are now, each read when it is first asked for."""
+    """The manifests of a folder as they are now, each read when it is first asked for.
+
+    Attributes:
+        foreign: what is wrong with one of another release, of those that were read; empty if there is none.
+    """
 
     def __init__(self, folder: Folder) -> None:
         """List the versions."""
         self._folder = folder
         self._read: dict[int, Manifest | str] = {}
         self.versions = tuple(folder.versions())
+        self.foreign = ""
 
     def get(self, version: int) -> Manifest | str | None:
         """The manifest, why it cannot be read, or None where the version does not exist."""
@@ -48,8 +53,9 @@ class Catalogue:
                 self._read[version] = parse_manifest(text, version, f"{self._folder.url}/{name}")
             except FileNotFoundError:
                 return None
-            except WireError as error:
+            except (WireError, DiskError) as error:
                 self._read[version] = str(error)
+                self.foreign = str(error) if isinstance(error, ForeignFormatError) else self.foreign
         return self._read[version]
 
 
@@ -120,15 +126,10 @@ def _base(get: Callable[[int], Manifest | str | None], delta: Manifest) -> Manif
 
 def foreign_version(folder: Folder) -> str:
     """Why nothing may be written to a folder: another release has written there; empty if none has."""
-    for version in folder.versions():
-        name = version_name(version)
-        try:
-            parse_manifest(folder.read(f"{name}/{INDEX}"), version, f"{folder.url}/{name}")
-        except ForeignFormatError as error:
-            return str(error)
-        except (FileNotFoundError, WireError):
-            continue
-    return ""
+    catalogue = Catalogue(folder)
+    for version in catalogue.versions:
+        catalogue.get(version)
+    return catalogue.foreign
 
 
 def expired(

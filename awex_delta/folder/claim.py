@@ -7,12 +7,12 @@ says is of one that died, whose folder may be taken over. Clocks are not compare
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 import time
 import uuid
-from dataclasses import asdict, dataclass
+
+from pydantic import BaseModel, ConfigDict, NonNegativeFloat, ValidationError
 
 from awex_delta.folder.folder import Folder
 
@@ -24,13 +24,14 @@ MAX_SECONDS = 30.0
 """A writer that shows no sign for this long is taken for dead, or earlier where it says so."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Sign:
+class _Sign(BaseModel):
     """What the file says. seconds: how long the beat may stay the same."""
+
+    model_config = ConfigDict(frozen=True, allow_inf_nan=False)
 
     run_id: str
     beat: str
-    seconds: float
+    seconds: NonNegativeFloat
 
 
 class Claim:
@@ -119,13 +120,10 @@ class Claim:
 
     def _show(self, run_id: str) -> None:
         sign = _Sign(run_id=run_id, beat=uuid.uuid4().hex, seconds=self._seconds)
-        self._folder.put(_NAME, [json.dumps(asdict(sign)).encode()])
+        self._folder.put(_NAME, [sign.model_dump_json().encode()])
 
     def _read(self) -> _Sign | None:
         try:
-            sign = json.loads(self._folder.read(_NAME))
-            return _Sign(
-                run_id=str(sign["run_id"]), beat=str(sign["beat"]), seconds=max(float(sign["seconds"]), 0.0)
-            )
-        except (FileNotFoundError, ValueError, KeyError, TypeError):
+            return _Sign.model_validate_json(self._folder.read(_NAME))
+        except (FileNotFoundError, ValidationError):
             return None  # free, or no sign of a writer

@@ -13,16 +13,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
 from awex_delta.engines.view import EngineTensor
+from awex_delta.errors import LockstepError
 from awex_delta.folder.apply import Piece
 from awex_delta.folder.live import Live
 from awex_delta.folder.manifest import HfSpace, Manifest
 from awex_delta.lines.boxes import BoxMap
 from awex_delta.observe.compare.engine_digests import digest_of_part
 from awex_delta.protocol.verify import Scope
-from awex_delta.wire.digest import MODULUS, digest, salt_of, signed, sums_by_group
+from awex_delta.wire.digest import MODULUS, salt_of, signed, sums_by_group
 
 Digests = dict[str, int]
 """By HF name, whole numbers below 2^64."""
@@ -53,7 +54,9 @@ class Sums:
         """Begin with no element."""
         self._names = space.names
         self._starts = space.line.starts
-        self._salts = torch.tensor([signed(salt_of(name)) for name in space.names], dtype=torch.int64)
+        self._salts = torch.tensor(
+            [signed(salt_of(name)) for name in space.names], dtype=torch.int64, device="cpu"
+        )
         self._totals = torch.zeros_like(self._salts)
         self._counts = torch.zeros_like(self._salts)
 
@@ -73,11 +76,6 @@ class Sums:
         """By name, of tensors of which an element was added."""
         rows = zip(self._names, self._totals.tolist(), self._counts.tolist(), strict=True)
         return {name: total % MODULUS for name, total, count in rows if count}
-
-
-def of_tensors(tensors: Mapping[str, torch.Tensor]) -> Digests:
-    """Of whole tensors that one rank writes."""
-    return {name: digest(tensor, name) for name, tensor in tensors.items()}
 
 
 def to_text(digests: Digests) -> dict[str, str]:
@@ -109,7 +107,11 @@ def sums_of(manifest: Manifest, live: Live, pieces: Iterable[Piece]) -> list[Par
         for dtype, line in live.lines.items()
     }
     salts = {
-        dtype: torch.tensor([signed(salt_of(live.stored_names[part.name])) for part in line.parts])
+        dtype: torch.tensor(
+            [signed(salt_of(live.stored_names[part.name])) for part in line.parts],
+            dtype=torch.int64,
+            device="cpu",
+        )
         for dtype, line in live.lines.items()
     }
     for dtype, pos, _ in pieces:
@@ -173,8 +175,11 @@ def dump_sums(sums: Sequence[PartSum]) -> Any:
 
 
 def load_sums(value: Any) -> list[PartSum]:
-    """Read back. Raises pydantic.ValidationError."""
-    return _PART_SUMS.validate_python(value)
+    """Read back. Raises LockstepError if another rank sent something else."""
+    try:
+        return _PART_SUMS.validate_python(value)
+    except ValidationError as error:
+        raise LockstepError(f"a rank of this engine sent no digests of its parts: {error}") from error
 
 
 def _part_sum(part: EngineTensor, total: int) -> PartSum:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-import json
-import os
+import logging
 import re
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, Protocol
 
 import fsspec
+from fsspec.implementations.cached import CachingFileSystem
 from fsspec.spec import AbstractBufferedFile
+from pydantic import BaseModel, ConfigDict, ValidationError
 
-from awex_delta.errors import ConfigError
+from awex_delta import disk
+from awex_delta.errors import ConfigError, DiskError
+
+logger = logging.getLogger(__name__)
 
 INDEX = "model.safetensors.index.json"
 """The file that makes a version exist: its manifest, which HF loaders read as a checkpoint's index."""
@@ -22,8 +26,8 @@ INDEX = "model.safetensors.index.json"
 Step = Callable[[str], None]
 """Called as a step of writing begins, such as `rename FILE`."""
 
-_LEASES = "leases"
-_PIECE_BYTES = 1 << 26
+_LEASES, _TRASH = "leases", "trash"
+_WITHDRAWN = "withdrawn.json"  # the manifest of a version that is about to go
 _VERSION = re.compile(r"weight_v(\d{6,})")
 # These show an object when its upload is complete; the others show what was written so far.
 _WHOLE_OBJECTS = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss"})
@@ -39,9 +43,9 @@ def ignore_step(_: str) -> None:
 
 
 class Folder:
-    """Files below one URL. Paths are relative to it; every method may raise OSError.
+    """Files below one URL, of which paths are relative to it.
 
-    Whatever error of its own a store's library raises, such as that of a connection, arrives as an OSError.
+    Every method may raise DiskError, which names the path and the remedy, and FileNotFoundError.
     """
 
     def __init__(self, url: str, options: Mapping[str, Any] | None = None) -> None:
@@ -52,19 +56,21 @@ class Folder:
             options: fsspec's options of that filesystem, such as an endpoint or credentials.
 
         Raises:
-            ConfigError: the URL is empty, or its kind of filesystem is unknown or not installed.
+            ConfigError: the URL is empty or goes through a cache, or its kind of filesystem is unknown or not
+                installed.
         """
         if not url:
             raise ConfigError("weight_update_disk_url='': give a folder that trainer and engines reach")
+        _refuse_caches(url)
         try:
-            self._fs, self._root = fsspec.core.url_to_fs(url, **(options or {}))
+            fs, root = fsspec.core.url_to_fs(url, **(options or {}))
         except (ValueError, ImportError) as error:
             raise ConfigError(f"weight_update_disk_url={url!r} cannot be opened: {error}") from error
         self.url = url
-        kind = self._fs.protocol
-        kinds = {kind} if isinstance(kind, str) else set(kind)
-        self._local = "file" in kinds
+        self._root = root.rstrip("/")
+        kinds = {fs.protocol} if isinstance(fs.protocol, str) else set(fs.protocol)
         self._renames = not kinds & _WHOLE_OBJECTS
+        self._files: _Files = disk if "file" in kinds else _Store(fs, url, discards=not self._renames)
 
     def put(self, name: str, chunks: Iterable[Any], step: Step = ignore_step) -> None:
         """Write a file that readers see whole or not at all; an older one of that name is replaced.
@@ -72,42 +78,24 @@ class Folder:
         chunks are buffers of bytes, one after the other; `step` hears of `write`, `sync` and `rename`.
         """
         final = self._path(name)
-        with self._reaching():
-            self._fs.makedirs(final.rpartition("/")[0], exist_ok=True)
         written = f"{final}.{uuid.uuid4().hex}.tmp" if self._renames else final
         step(f"write {name}")
-        with self._reaching():
-            file = self._fs.open(written, "wb")
         try:
-            for chunk in chunks:
-                with self._reaching():
-                    file.write(chunk)
-            step(f"sync {name}")
-            with self._reaching():
-                if self._local:
-                    file.flush()
-                    os.fsync(file.fileno())
-                file.close()
-        except BaseException:
-            self._discard(file, written)
+            self._files.write(written, chunks, lambda: step(f"sync {name}"))
+            step(f"rename {name}")
+            if self._renames:
+                self._files.rename(written, final)
+        except BaseException as error:
+            if self._renames:  # nothing takes room that may be short
+                with suppress(OSError):
+                    self._files.remove(written)
+            if isinstance(error, FileNotFoundError):  # somebody removes the folder
+                raise disk.refusal(final, "written", error) from error
             raise
-        step(f"rename {name}")
-        if self._renames:
-            with self._reaching():
-                self._fs.mv(written, final)
-            self._sync_folder(final)
-            if "/" in name:
-                self._sync_folder(final.rpartition("/")[0])  # which may be new
 
     def read(self, name: str, start: int | None = None, stop: int | None = None) -> bytes:
         """The bytes [start, stop) of a file, or all. Raises FileNotFoundError where there is none."""
-        with self._reaching():
-            return bytes(self._fs.cat_file(self._path(name), start=start, end=stop))
-
-    def read_file(self, name: str, size: int) -> Iterator[bytes]:
-        """All bytes of a file of a known size, piece by piece."""
-        for start in range(0, size, _PIECE_BYTES):
-            yield self.read(name, start, min(start + _PIECE_BYTES, size))
+        return self._files.read(self._path(name), start, stop)
 
     def versions(self) -> list[int]:
         """Versions that have a folder, ascending. Those without an `INDEX` do not exist yet, or any more."""
@@ -116,41 +104,61 @@ class Folder:
 
     def exists(self) -> bool:
         """Whether anything is at the URL; of an object store's folder, whether any object is in it."""
-        with self._reaching():
-            return bool(self._fs.exists(self._root))
+        return self._files.exists(self._path(""))
 
     def names(self, folder: str) -> list[str]:
         """Names in a folder, sorted; none where there is no such folder."""
-        self._fs.invalidate_cache()
-        try:
-            with self._reaching():
-                paths = self._fs.ls(self._path(folder), detail=False)
-        except FileNotFoundError:
-            return []
-        return sorted(str(path).rstrip("/").rpartition("/")[2] for path in paths)
+        return self._files.names(self._path(folder))
+
+    def free_bytes(self) -> int | None:
+        """Room that is left; None where nobody can tell, as of an object store."""
+        return self._files.free_bytes(self._path(""))
 
     def rename(self, old: str, new: str) -> None:
         """Give a file another name."""
-        with self._reaching():
-            self._fs.mv(self._path(old), self._path(new))
-        self._sync_folder(self._path(new))
+        self._files.rename(self._path(old), self._path(new))
 
     def remove(self, name: str) -> None:
         """Remove a file, if it is there."""
-        with suppress(FileNotFoundError), self._reaching():
-            self._fs.rm_file(self._path(name))
+        self._files.remove(self._path(name))
 
-    def remove_version(self, version: int) -> None:
-        """Withdraw a version, its manifest first, so that it never exists in part."""
+    def withdraw(self, version: int) -> None:
+        """Make a version one that does not exist, until `restore` or `discard`; its files stay."""
+        with suppress(FileNotFoundError):  # a writer died before it had a manifest
+            self.rename(f"{version_name(version)}/{INDEX}", f"{version_name(version)}/{_WITHDRAWN}")
+
+    def restore(self, version: int) -> None:
+        """Undo `withdraw`."""
+        with suppress(FileNotFoundError):
+            self.rename(f"{version_name(version)}/{_WITHDRAWN}", f"{version_name(version)}/{INDEX}")
+
+    def discard(self, version: int) -> None:
+        """Remove a version that was withdrawn, or had no manifest. One that is stuck is restored."""
         folder = version_name(version)
-        self.remove(f"{folder}/{INDEX}")
-        with suppress(FileNotFoundError), self._reaching():
-            self._fs.rm(self._path(folder), recursive=True)
+        if self._files is not disk:  # nowhere else is a folder moved at once
+            self._files.remove_folder(self._path(folder))
+            return
+        gone = self._path(f"{_TRASH}/{folder}.{uuid.uuid4().hex[:8]}")
+        try:
+            disk.make_folder(self._path(_TRASH))
+            disk.rename(self._path(folder), gone)
+        except FileNotFoundError:
+            return  # nothing was written
+        except DiskError:
+            self.restore(version)
+            raise
+        disk.remove_folder(gone)
+
+    def empty_trash(self) -> None:
+        """Try once more to remove what was stuck, and say what still is."""
+        for name in self.names(_TRASH) if self._files is disk else ():
+            with told():
+                disk.remove_folder(self._path(f"{_TRASH}/{name}"))
 
     def lease(self, holder: str, oldest: int, seconds: float) -> None:
         """Keep every version from `oldest` on for the next `seconds`."""
-        text = json.dumps({"oldest": oldest, "until": time.time() + seconds})
-        self.put(f"{_LEASES}/{holder}.json", [text.encode()])
+        lease = _Lease(oldest=oldest, until=time.time() + seconds)
+        self.put(f"{_LEASES}/{holder}.json", [lease.model_dump_json().encode()])
 
     def release(self, holder: str) -> None:
         """End a lease."""
@@ -162,46 +170,129 @@ class Folder:
         for name in self.names(_LEASES):
             if not name.endswith(".json"):
                 continue
-            try:
-                lease = json.loads(self.read(f"{_LEASES}/{name}"))
-                oldest, until = int(lease["oldest"]), float(lease["until"])
-            except (FileNotFoundError, ValueError, KeyError, TypeError):
-                continue  # ended just now, or never a lease
-            if until > time.time():
-                held.append(oldest)
-            else:
-                self.remove(f"{_LEASES}/{name}")
+            # One that cannot be read keeps nothing: its reader notices, and works around what goes.
+            with told(), suppress(FileNotFoundError, ValidationError):
+                lease = _Lease.model_validate_json(self.read(f"{_LEASES}/{name}"))
+                if lease.until > time.time():
+                    held.append(lease.oldest)
+                else:
+                    self.remove(f"{_LEASES}/{name}")
         return min(held, default=None)
 
     def _path(self, name: str) -> str:
-        return f"{self._root.rstrip('/')}/{name}".rstrip("/") or "/"
+        return f"{self._root}/{name}".rstrip("/") or "/"
 
-    def _discard(self, file: Any, written: str) -> None:
-        """Leave nothing of a file that could not be written to its end."""
-        if isinstance(file, AbstractBufferedFile) and not self._renames:
-            file.discard()
-            file.closed = True  # closing would complete the upload
-            return
-        with suppress(OSError), self._reaching():
-            file.close()
-        with suppress(OSError), self._reaching():
-            self._fs.rm_file(written)
+
+class _Lease(BaseModel):
+    """Somebody reads versions from `oldest` on. until: seconds since 1970."""
+
+    model_config = ConfigDict(frozen=True)
+
+    oldest: int
+    until: float
+
+
+@contextmanager
+def told() -> Iterator[None]:
+    """Warn of what cannot be done, and go on."""
+    try:
+        yield
+    except DiskError as error:
+        logger.warning("%s", error)
+
+
+class _Files(Protocol):
+    """What `awex_delta.disk` does for files of this machine, and `_Store` for those of a store."""
+
+    def write(self, path: str, chunks: Iterable[Any], on_sync: Callable[[], None]) -> None: ...
+    def read(self, path: str, start: int | None, stop: int | None) -> bytes: ...
+    def names(self, path: str) -> list[str]: ...
+    def exists(self, path: str) -> bool: ...
+    def rename(self, old: str, new: str) -> None: ...
+    def remove(self, path: str) -> None: ...
+    def remove_folder(self, path: str) -> None: ...
+    def free_bytes(self, path: str) -> int | None: ...
+
+
+class _Store:
+    """Files behind fsspec. Whatever error of its own a store's library raises arrives as a DiskError."""
+
+    def __init__(self, fs: Any, url: str, *, discards: bool) -> None:
+        """discards: an upload that was not completed leaves nothing, if it is not completed after all."""
+        self._fs, self._url, self._discards = fs, url, discards
+
+    def write(self, path: str, chunks: Iterable[Any], on_sync: Callable[[], None]) -> None:
+        with self._calling("written", path):
+            self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+            file = self._fs.open(path, "wb")
+        try:
+            for chunk in chunks:
+                with self._calling("written", path):
+                    file.write(chunk)
+            on_sync()
+            with self._calling("written", path):
+                file.close()
+        except BaseException:
+            if self._discards and isinstance(file, AbstractBufferedFile):
+                file.discard()
+                file.closed = True  # closing would complete the upload
+            else:
+                with suppress(OSError), self._calling("written", path):
+                    file.close()
+            raise
+
+    def read(self, path: str, start: int | None, stop: int | None) -> bytes:
+        with self._calling("read", path):
+            return bytes(self._fs.cat_file(path, start=start, end=stop))
+
+    def names(self, path: str) -> list[str]:
+        self._fs.invalidate_cache()
+        with suppress(FileNotFoundError), self._calling("listed", path):
+            found = self._fs.ls(path, detail=False)
+            return sorted(str(name).rstrip("/").rpartition("/")[2] for name in found)
+        return []
+
+    def exists(self, path: str) -> bool:
+        with self._calling("looked at", path):
+            return bool(self._fs.exists(path))
+
+    def rename(self, old: str, new: str) -> None:
+        with self._calling("renamed", old):
+            self._fs.mv(old, new)
+
+    def remove(self, path: str) -> None:
+        with suppress(FileNotFoundError), self._calling("removed", path):
+            self._fs.rm_file(path)
+
+    def remove_folder(self, path: str) -> None:
+        disk.remove_each(self.remove, [f"{path}/{name}" for name in self.names(path)])
+        with suppress(FileNotFoundError), self._calling("removed", path):
+            self._fs.rm(path, recursive=True)  # the folder itself, if the store has any
+
+    def free_bytes(self, path: str) -> None:
+        """Nobody can tell."""
 
     @contextmanager
-    def _reaching(self) -> Iterator[None]:
+    def _calling(self, done: str, path: str) -> Iterator[None]:
         try:
             yield
-        except OSError:
+        except (FileNotFoundError, DiskError):
             raise
         except Exception as error:
-            raise OSError(f"{self.url}: {type(error).__name__}: {error}") from error
+            raise disk.refusal(f"{self._url}: {path}", done, error) from error
 
-    def _sync_folder(self, path: str) -> None:
-        """A rename is on disk once its folder is."""
-        if not self._local:
-            return
-        descriptor = os.open(path.rpartition("/")[0], os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+
+def _refuse_caches(url: str) -> None:
+    """Refuse a URL such as `simplecache::s3://…`: what another run wrote at a path would be read for ever."""
+    for kind in filter(_is_cache, re.findall(r"(?:^|::)([^:/]+)(?=::|://)", url)):
+        raise ConfigError(
+            f"weight_update_disk_url={url!r} reads through the cache {kind!r}, which keeps files that were "
+            "written again since: give the URL behind it"
+        )
+
+
+def _is_cache(kind: str) -> bool:
+    try:
+        return issubclass(fsspec.get_filesystem_class(kind), CachingFileSystem)
+    except (ValueError, ImportError):
+        return False

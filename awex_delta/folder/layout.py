@@ -19,7 +19,7 @@ from awex_delta.folder.manifest import HfSpace
 from awex_delta.plan.checks import TIED_HEAD, VOCAB_TENSORS
 from awex_delta.plan.describe import WIRE_DTYPES, EngineColumns, EngineSpec
 from awex_delta.plan.rank import Plan, plan_rank
-from awex_delta.plan.shards import TrainingSide
+from awex_delta.plan.shards import TrainingSide, source_of
 from awex_delta.plan.world import World
 
 FOLDER_SEAT = 0
@@ -140,8 +140,8 @@ def _with_folder(world: World, space: HfSpace) -> World:
 def _assign_writers(world: World, side: TrainingSide, space: HfSpace) -> tuple[WholeTensor, ...]:
     """Share the tensors of a full version evenly among the trainer ranks that hold them.
 
-    If one rank holds a tensor whole, so do its replicas, and the least loaded of them writes it. A tensor
-    that is cut over ranks is written by the least loaded of those that hold a piece. All ranks find the same.
+    A tensor is taken from its source, as deltas are. One that is cut over ranks is written by the least
+    loaded of those that hold a piece. All ranks find the same.
     """
     held = [dict(zip(t.layout.names, t.layout.shapes, strict=True)) for t in world.trainers]
     pieces = _pieces(side, held, dict(zip(space.names, space.shapes, strict=True)))
@@ -152,12 +152,7 @@ def _assign_writers(world: World, side: TrainingSide, space: HfSpace) -> tuple[W
         parts = pieces[name]
         # Of a tensor without elements nobody has a piece; it belongs into a checkpoint all the same.
         ranks = [piece.rank for piece in parts] or [rank for rank in load if name in held[rank]]
-        if len(parts) == 1:
-            whole = held[ranks[0]][name]
-            ranks = [rank for rank in load if held[rank].get(name) == whole]
         writer = min(ranks, key=lambda rank: (load[rank], rank))
-        if len(parts) == 1:
-            parts = [Piece(rank=writer, start=parts[0].start, shape=parts[0].shape)]
         made = WholeTensor(
             name=name,
             dtype=WIRE_DTYPES[dtype],
@@ -173,12 +168,12 @@ def _assign_writers(world: World, side: TrainingSide, space: HfSpace) -> tuple[W
 def _pieces(
     side: TrainingSide, held: Sequence[Mapping[str, tuple[int, ...]]], shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, list[Piece]]:
-    """The parts that the ranks of the first copy hold of each tensor, without padding."""
+    """The parts that the ranks of its source hold of each tensor, without padding."""
     pieces: dict[str, list[Piece]] = defaultdict(list)
     for rank, shards in enumerate(side.shards()):
         for name, shard in shards.items():
             ends = (a + n for a, n in zip(shard.offset, held[rank][name], strict=True))
             extent = tuple(min(e, n) - a for e, n, a in zip(ends, shapes[name], shard.offset, strict=True))
-            if shard.replica == 0 and all(size > 0 for size in extent):
+            if shard.replica == source_of(name, shard.num_replicas) and all(size > 0 for size in extent):
                 pieces[name].append(Piece(rank=rank, start=shard.offset, shape=extent))
     return pieces

@@ -1,13 +1,18 @@
-"""Leases: a reader says from which version on it reads, and the writer removes nothing of that."""
+"""Leases: a reader says from which version on it reads, and the writer removes nothing of that.
+
+A reader writes its lease, then looks at manifests. A writer withdraws manifests, then looks for leases, and
+what has a lease by then gets its manifest back. So a manifest that is there after a lease was written keeps
+its files.
+"""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from awex_delta.folder.chain import Catalogue, Chain, Held, find_chain
-from awex_delta.folder.folder import Folder
+from awex_delta.folder.folder import Folder, Step, told, version_name
 
 logger = logging.getLogger(__name__)
 
@@ -67,13 +72,27 @@ def leased_chain(
     target: int | None = None,
     refused: Collection[str] = (),
 ) -> Chain:
-    """As `find_chain`, with a lease on every link before anything of it is read.
-
-    The writer withdraws a manifest first, then looks for leases, then removes files; a manifest that is still
-    there after the lease was written therefore keeps its files.
-    """
+    """As `find_chain`, with a lease on every link before anything of it is read."""
     while True:
         chain = find_chain(Catalogue(folder), held, target=target, refused=refused)
         if not chain.links or lease.covers(chain.links[0].version):
             return chain
         lease.begin(chain.links[0].version)
+
+
+def retire(folder: Folder, versions: Sequence[int], step: Step) -> None:
+    """Remove versions that nobody reads. What is stuck keeps nothing else; the next call tries it again."""
+    folder.empty_trash()
+    withdrawn = []
+    for version in versions:
+        step(f"retire {version_name(version)}")
+        with told():
+            folder.withdraw(version)
+            withdrawn.append(version)
+    oldest_leased = folder.oldest_leased() if withdrawn else None
+    for version in withdrawn:
+        with told():
+            if oldest_leased is not None and version >= oldest_leased:
+                folder.restore(version)
+            else:
+                folder.discard(version)

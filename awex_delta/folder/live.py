@@ -43,7 +43,7 @@ class LiveLine:
         """
         self.dtype = dtype
         self.parts = [part for _, part in parts]
-        self.tensors = torch.tensor([place for place, _ in parts], dtype=torch.int64)
+        self.tensors = torch.tensor([place for place, _ in parts], dtype=torch.int64, device="cpu")
         self.line = Space.of((part.name, part.view.numel()) for part in self.parts)
         self.storages = Storages([part.view for part in self.parts])
         self.boxes = _boxes(self.parts, starts[self.tensors], self.line.starts)
@@ -89,21 +89,13 @@ class Live:
             if shape != part.global_shape or WIRE_DTYPES[dtype] is not part.view.dtype:
                 raise LayoutError(
                     f"{part.name}: the folder holds {dtype} {list(shape)}, the engine serves "
-                    f"{dtype_name(part.view.dtype)} {list(part.global_shape)}"
+                    f"{dtype_name(part.view.dtype)} {list(part.global_shape)}; load the engine with the "
+                    "trainer's model and dtype"
                 )
             by_dtype.setdefault(part.view.dtype, []).append((place, part))
         starts = self.space.line.starts
         self.lines = {dtype: LiveLine(dtype, found, starts) for dtype, found in by_dtype.items()}
         self.tables: dict[str, Table] = {}
-
-    def fits(self, manifest: Manifest, parts: Sequence[EngineTensor]) -> bool:
-        """True while these tables are those of a version and of live tensors."""
-        live = [part for part in parts if part.tied_to is None]
-        same = manifest.hf == self.space and len(live) == len(self.parts)
-        return same and all(
-            line.storages.hold([part.view for part in live if part.view.dtype is dtype])
-            for dtype, line in self.lines.items()
-        )
 
 
 def whole_parts(tensors: Mapping[str, torch.Tensor]) -> list[EngineTensor]:

@@ -3,56 +3,57 @@
 from __future__ import annotations
 
 import json
-import math
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from pydantic import BaseModel, ConfigDict
 from safetensors import SafetensorError, safe_open
 
+from awex_delta import disk
 from awex_delta.folder.folder import INDEX, Folder
-from awex_delta.folder.manifest import Manifest, checksum
-from awex_delta.folder.pack import SAFETENSORS
-from awex_delta.plan.describe import WIRE_DTYPES, dtype_name
+from awex_delta.folder.manifest import Checksum, Count, FileName, Manifest, checksum
+from awex_delta.plan.describe import WIRE_DTYPES
 from awex_delta.wire.codec import as_bytes
 
 _SECTION = "awex_delta_pull"
-_DTYPES = {name: dtype for dtype, name in SAFETENSORS.items()}
 
 Tensors = dict[str, torch.Tensor]
 Layout = dict[str, tuple[str, tuple[int, ...]]]
-"""Name -> dtype and shape."""
+"""Name -> dtype, as safetensors calls it, and shape."""
 
 
 class DamagedBaseError(Exception):
     """The local checkpoint is not what its index says."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Marker:
-    """What the local checkpoint is. shards: shard -> tensor -> xxh3 of its bytes."""
+class Marker(BaseModel):
+    """What the local checkpoint is.
+
+    total_size: bytes of all tensors.
+    shards: shard -> tensor -> xxh3 of its bytes.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
     id: str
     run_id: str
-    version: int
-    shards: Mapping[str, Mapping[str, str]]
+    version: Count
+    total_size: Count
+    shards: dict[FileName, dict[str, Checksum]]
 
 
 def parse_marker(index: bytes) -> Marker | None:
     """Which version an index says that the checkpoint is, None where it is none of a folder's."""
     try:
-        section = json.loads(index)["metadata"][_SECTION]
-        return Marker(
-            id=str(section["id"]),
-            run_id=str(section["run_id"]),
-            version=int(section["version"]),
-            shards={str(shard): dict(sums) for shard, sums in section["shards"].items()},
-        )
-    except (ValueError, KeyError, TypeError, AttributeError):
+        metadata = json.loads(index)["metadata"]
+        return Marker.model_validate({**metadata[_SECTION], "total_size": metadata["total_size"]})
+    except (ValueError, KeyError, TypeError, RecursionError):
         return None
 
 
@@ -60,12 +61,12 @@ def read_marker(folder: Folder) -> Marker | None:
     """As `parse_marker`, of a checkpoint; None where it has no index."""
     try:
         return parse_marker(folder.read(INDEX))
-    except (FileNotFoundError, NotADirectoryError):
+    except FileNotFoundError:
         return None
 
 
 def dump_index(tip: Manifest, shards: Mapping[str, Mapping[str, str]], total_size: int) -> bytes:
-    """The index of a checkpoint that is version `tip`. shards: as in `Marker`."""
+    """The index of a checkpoint that is version `tip`. shards, total_size: as in `Marker`."""
     marker = {"id": tip.id, "run_id": tip.run_id, "version": tip.version, "shards": shards}
     index = {
         "metadata": {"total_size": total_size, _SECTION: marker},
@@ -100,59 +101,45 @@ def sum_of(tensor: torch.Tensor) -> str:
     return checksum([as_bytes(tensor).numpy().data])
 
 
-def open_in_place(path: Path) -> tuple[Tensors, np.memmap[Any, Any]]:
-    """The tensors of a shard as memory that *is* the file; `flush` of the second result puts it on the disk.
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Shard:
+    """A shard as memory that *is* the file.
 
-    Raises DamagedBaseError if its header makes no sense.
+    memory: uint8 [n], all of it.
+    units: its data, uint16 [n].
+    places: where each tensor begins and ends there.
+    layout: its tensors.
     """
-    tensors: Tensors = {}
+
+    memory: np.memmap[Any, Any]
+    units: np.ndarray[Any, Any]
+    places: dict[str, tuple[int, int]]
+    layout: Layout
+
+
+def open_shard(path: Path) -> Shard:
+    """Map a shard for writing. Raises DamagedBaseError if it is gone, or its header makes no sense."""
     try:
-        memory = np.memmap(path, dtype=np.uint8, mode="r+")
-        data = torch.from_numpy(memory)
+        memory = disk.mapped(path)
         start = 8 + int.from_bytes(memory[:8].tobytes(), "little")
         header = json.loads(memory[8:start].tobytes())
-        for name, entry in header.items():
-            if name != "__metadata__":
-                first, last = (start + offset for offset in entry["data_offsets"])
-                tensors[name] = data[first:last].view(_DTYPES[entry["dtype"]]).view(entry["shape"])
-    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
-        raise DamagedBaseError(f"the header of {path.name} cannot be read: {error!r}") from error
-    return tensors, memory
+        header.pop("__metadata__", None)
+        ends = {name: entry["data_offsets"] for name, entry in header.items()}
+        return Shard(
+            memory=memory,
+            units=memory[start:].view(np.uint16),
+            places={name: (first // 2, last // 2) for name, (first, last) in ends.items()},
+            layout={name: (entry["dtype"], tuple(entry["shape"])) for name, entry in header.items()},
+        )
+    except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DamagedBaseError(f"{path.name} cannot be read: {error!r}") from error
 
 
-def layout_of(path: Path, marker: Marker) -> Layout:
-    """Every tensor of a checkpoint. Raises DamagedBaseError."""
-    layout: Layout = {}
-    for shard, sums in marker.shards.items():
-        try:
-            with safe_open(path / shard, framework="pt") as file:
-                slices = {name: file.get_slice(name) for name in sums}
-        except (OSError, SafetensorError) as error:
-            raise DamagedBaseError(f"{shard} cannot be read: {error}") from error
-        for name, part in slices.items():
-            dtype = _DTYPES.get(part.get_dtype(), torch.uint8)
-            layout[name] = dtype_name(dtype), tuple(part.get_shape())
-    return layout
-
-
-def total_bytes(layout: Layout) -> int:
-    """Bytes of all tensors of a layout."""
-    return sum(math.prod(shape) * getattr(torch, dtype).itemsize for dtype, shape in layout.values())
-
-
-def names_by_file(anchor: Manifest) -> dict[str, list[str]]:
-    """Which tensors lie together in a full version."""
-    groups: dict[str, list[str]] = defaultdict(list)
-    for entry in anchor.tensors:
-        groups[entry.file].append(entry.name)
-    return groups
-
-
-def empty_tensors(anchor: Manifest, names: Sequence[str]) -> Tensors:
-    """Room for some tensors of a full version."""
-    wanted = set(names)
-    return {
-        entry.name: torch.empty(entry.shape, dtype=WIRE_DTYPES[entry.dtype])
-        for entry in anchor.tensors
-        if entry.name in wanted
-    }
+def empty_shards(anchor: Manifest) -> Iterator[tuple[str, Tensors]]:
+    """Room for the tensors of a full version, one file after the other."""
+    by_file = attrgetter("file")
+    for file, entries in groupby(sorted(anchor.tensors, key=by_file), by_file):
+        yield (
+            file,
+            {one.name: torch.empty(one.shape, dtype=WIRE_DTYPES[one.dtype], device="cpu") for one in entries},
+        )

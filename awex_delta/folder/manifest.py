@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from awex_delta.errors import CorruptFrameError, StaleFrameError
+from awex_delta.errors import UNREADABLE, CorruptFrameError, StaleFrameError
 from awex_delta.lines.space import Space
 from awex_delta.plan.describe import WIRE_DTYPES
 from awex_delta.protocol.verdict import Kind
@@ -21,13 +21,14 @@ WHOLE = "whole"
 """The encoding of a span that is stored as its values."""
 
 _SECTION = "awex_delta"
+_MAX_NUMEL = 1 << 48  # with more, sums of positions might not fit int64
 
 
 class ForeignFormatError(StaleFrameError):
     """A manifest of another release."""
 
 
-Count = Annotated[int, Field(ge=0)]
+Count = Annotated[int, Field(ge=0, lt=2**63)]
 Sizes = tuple[Count, ...]
 Dtype = Literal["bfloat16", "float32", "float16"]
 Checksum = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
@@ -139,6 +140,8 @@ class HfSpace(_Entry):
             raise ValueError("names, dtypes and shapes have different lengths")
         if sorted(set(self.names)) != list(self.names):
             raise ValueError("names are out of order, or stand twice")
+        if sum(map(math.prod, self.shapes)) > _MAX_NUMEL:
+            raise ValueError("the line has more than 2^48 elements")
         return self
 
 
@@ -215,6 +218,8 @@ class Manifest(_Entry):
         sizes = {file.name: file.size for file in self.files}
         if any(one.offset + one.size > sizes.get(one.file, -1) for one in self.stored):
             raise ValueError("a tensor lies outside its file")
+        if self.kind is Kind.FULL:
+            _ = self.hf  # its names stand once
         return self
 
 
@@ -242,7 +247,7 @@ def parse_manifest(text: bytes, version: int, path: str) -> Manifest:
         body = dict(index["metadata"][_SECTION])
         checksum = body.pop("xxh3")
         weight_map = index["weight_map"]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise CorruptFrameError(f"the manifest of version {version} cannot be read: {error!r}") from error
     if _checksum(body) != checksum:
         raise CorruptFrameError(f"the manifest of version {version} is damaged: its checksum differs")
@@ -263,7 +268,7 @@ def parse_manifest(text: bytes, version: int, path: str) -> Manifest:
     return manifest
 
 
-def checksum(chunks: Sequence[Any]) -> str:
+def checksum(chunks: Iterable[Any]) -> str:
     """xxh3 over buffers of bytes, one after the other, as 16 hexadecimal digits."""
     state = xxhash.xxh3_64()
     for chunk in chunks:

@@ -51,7 +51,7 @@ class Line:
         """
         for bucket, _, body in self.bodies:
             if bucket.whole:
-                yield torch.arange(bucket.span.begin, bucket.span.end), body.view(self.dtype)
+                yield torch.arange(bucket.span.begin, bucket.span.end, device="cpu"), body.view(self.dtype)
             elif changes.value is not None:
                 here = slice(bucket.first, bucket.last)
                 yield changes.pos[here], changes.value[here]

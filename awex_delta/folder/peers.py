@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
 from pydantic import TypeAdapter, ValidationError
 
 from awex_delta.errors import ConfigError, LockstepError
@@ -69,7 +70,9 @@ class Peers:
         Raises ConnectError if a rank is missing. Collective: yes, over the engine's ranks.
         """
         if self._comm is None:
-            yield
+            # What is kept could not be written outside of it.
+            with torch.inference_mode(mode=False), torch.no_grad():
+                yield
             return
         if not self._comm.begin(purpose):
             self._comm.connect()
@@ -94,12 +97,16 @@ class Peers:
             raise LockstepError(f"ranks of this engine are in phases {[one.phase for one in words]}")
         return words
 
-    def exchange(self, value: Any, *, phase: str) -> list[Any]:
-        """Give any JSON value to all ranks and get theirs, by rank. Raises PeerError if one did not answer.
+    def exchange(self, value: dict[str, Any], *, phase: str) -> list[dict[str, Any]]:
+        """Give a JSON object to all ranks and get theirs, by rank.
 
+        Raises LockstepError if a rank sent anything else, PeerError if one did not answer.
         Collective: yes, over the engine's ranks.
         """
-        return [value] if self._comm is None else self._comm.gather_json(value, phase=phase)
+        rows = [value] if self._comm is None else self._comm.gather_json(value, phase=phase)
+        if not all(isinstance(row, dict) for row in rows):
+            raise LockstepError(f"a rank of this engine sent no object in phase {phase!r}")
+        return rows
 
     def close(self) -> None:
         """Leave."""

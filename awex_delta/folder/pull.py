@@ -13,13 +13,14 @@ from __future__ import annotations
 import logging
 import re
 import uuid
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from awex_delta.errors import ChainError, CorruptFrameError, WireError
+from awex_delta.errors import ChainError, CorruptFrameError, DiskError, WireError
 from awex_delta.folder.apply import Piece, Staged, stage, within, write, write_pieces
 from awex_delta.folder.content import differing, matching, sums_of
 from awex_delta.folder.folder import INDEX, Folder, Step, ignore_step, version_name
@@ -30,17 +31,14 @@ from awex_delta.folder.local import (
     Marker,
     Tensors,
     dump_index,
-    empty_tensors,
-    layout_of,
+    empty_shards,
     load,
     load_checked,
-    names_by_file,
     read_marker,
     sum_of,
-    total_bytes,
 )
 from awex_delta.folder.manifest import Manifest, checksum
-from awex_delta.folder.pack import PackedFile, pack_tensors
+from awex_delta.folder.pack import pack_tensors
 from awex_delta.folder.patch import HIDDEN, Journal, alone, why_not_in_place
 from awex_delta.protocol.verdict import Kind
 
@@ -112,13 +110,14 @@ class LocalCheckpoint:
         Raises:
             ConfigError: the path cannot be opened.
         """
-        self.path = path
+        self.path = path.absolute()  # the working directory may change
         self._source = source
         self._local = Folder(str(path))
         self._workers = workers
         self._step = on_step
         self._lease = Lease(source, f"pull-{uuid.uuid4().hex}", lease_seconds)
         self._journal = Journal(path, on_step)
+        self._progress = Progress()
         self._read_bytes = self._written_bytes = 0
         self._held: Marker | None = None  # during a pull, what the checkpoint is
         self._links: list[Manifest] = []  # what was applied in it, and whether in place
@@ -143,16 +142,16 @@ class LocalCheckpoint:
             ChainError: no chain of whole versions leads there. The checkpoint is as it was, or a version on
                 the way.
             UpdateError: another process changes this checkpoint.
-            OSError: the checkpoint cannot be written; the next call goes on.
+            DiskError: the folder or the checkpoint cannot be used; the next call goes on.
         """
         self._read_bytes = self._written_bytes = 0
         self._links, self._in_place, self._problems = [], [], []
-        heard = progress or Progress()
+        self._progress = progress or Progress()
         with alone(self.path):
-            self._finish(heard)
+            self._finish()
             self._held = self.marker()
             try:
-                now, problems = self._follow(version, heard)
+                now = self._follow(version)
             finally:
                 self._lease.end()
         return Pulled(
@@ -161,121 +160,112 @@ class LocalCheckpoint:
             in_place=bool(self._in_place) and all(self._in_place),
             bytes_read=self._read_bytes,
             bytes_written=self._written_bytes,
-            problems=(*self._problems, *problems),
+            problems=tuple(self._problems),
         )
 
-    def _follow(self, version: int | None, progress: Progress) -> tuple[Marker, Sequence[str]]:
-        """Try one way after the other; returns what `_attempt` does."""
+    def _follow(self, version: int | None) -> Marker:
+        """Try one way after the other. Returns what the checkpoint is then."""
         refused, damaged = set[str](), False
         while True:
             try:
-                return self._attempt(version, refused, progress, may_patch=not damaged)
+                return self._attempt(version, refused, may_patch=not damaged)
             except _UnusableVersion as error:
-                logger.warning("%s; trying another way", error)
-                self._problems.append(str(error))
+                self._note(f"{error}")
                 refused.add(error.link.id)
             except DamagedBaseError as error:
-                logger.warning("%s: %s; starting from a full version", self.path, error)
-                self._problems.append(f"{error}; starting from a full version")
+                self._note(f"{error}; starting from a full version")
                 if damaged:  # again: what was written a moment ago does not stay
                     raise ChainError("; ".join(self._problems)) from error
                 self._held, damaged = None, True
 
-    def _attempt(
-        self, version: int | None, refused: set[str], progress: Progress, *, may_patch: bool
-    ) -> tuple[Marker, Sequence[str]]:
-        """Go the way that there is now: what the checkpoint is then, and what kept it from newer ones."""
+    def _attempt(self, version: int | None, refused: set[str], *, may_patch: bool) -> Marker:
+        """Go the way that there is now."""
         chain = leased_chain(self._source, self._lease, self._held, target=version, refused=refused)
         if not chain.reachable or not (chain.links or self._held):
             raise ChainError("; ".join([*self._problems, *chain.problems]))
-        progress.begin("reading", sum(one.size for link in chain.links for one in link.stored))
+        self._progress.begin("reading", sum(one.size for link in chain.links for one in link.stored))
         for link in chain.links:
-            in_place = self._apply(self._held, link, progress, may_patch=may_patch)
+            in_place = self._apply(self._held, link, may_patch=may_patch)
             self._held = self.marker()
             self._links.append(link)
             self._in_place.append(in_place)
         if self._held is None:
             raise DamagedBaseError("the index that was written is gone")
         self._sweep(set(self._held.shards))  # and what a pull left that was killed
-        return self._held, chain.problems
+        self._problems += chain.problems
+        return self._held
 
-    def _apply(self, held: Marker | None, link: Manifest, progress: Progress, *, may_patch: bool) -> bool:
+    def _apply(self, held: Marker | None, link: Manifest, *, may_patch: bool) -> bool:
         """Go one version on. True if that was done in place."""
         if link.kind is Kind.FULL:
             self._copy_extra_files(link)
         obstacle = why_not_in_place(self.path, held, link)
+        if obstacle:
+            self._problems.append(f"{obstacle}: whole shards are written")
         if held is None or obstacle or not may_patch:
-            self._problems += [f"{obstacle}: whole shards are written"] if obstacle else []
-            self._rewrite(link, held, progress)
+            self._rewrite(link, held)
             return False
-        self._patch(held, link, progress)
-        self._finish(progress)
+        shards = dict[str, dict[str, str]]()
+        self._journal.begin()
+        for shard, new in self._brought(held, link):
+            shards[shard] = {name: sum_of(tensor) for name, tensor in new.items()}
+            self._written_bytes += self._journal.add(shard, new)
+        index = dump_index(link, shards, held.total_size)
+        self._written_bytes += self._journal.commit(held, index) + len(index)
+        self._finish()
         now = self.marker()
         if now is None or now.id != link.id:
             raise DamagedBaseError("the checkpoint could not be changed in place")
         return True
 
-    def _patch(self, held: Marker, link: Manifest, progress: Progress) -> None:
-        """Note in the journal what changes in each shard, one at a time."""
-        shards = dict[str, dict[str, str]]()
-        self._journal.begin()
-        for shard, new in self._brought(held, link, progress):
-            shards[shard] = {name: sum_of(tensor) for name, tensor in new.items()}
-            old = load(self.path / shard, list(new))
-            self._written_bytes += self._journal.add(link, shard, old, new)
-        index = dump_index(link, shards, total_bytes(layout_of(self.path, held)))
-        self._written_bytes += self._journal.commit(link, held, index) + len(index)
-
-    def _finish(self, progress: Progress) -> None:
+    def _finish(self) -> None:
         """Do what the journal says, if there is one."""
 
         def note(num_bytes: int) -> None:
             self._written_bytes += num_bytes
-            progress.advance(num_bytes)
+            self._progress.advance(num_bytes)
 
-        problem = self._journal.finish(lambda total: progress.begin("patching", total), note)
-        if problem:
-            logger.warning("%s: %s", self.path, problem)
-            self._problems.append(problem)
+        if problem := self._journal.finish(lambda total: self._progress.begin("patching", total), note):
+            self._note(problem)
 
-    def _rewrite(self, link: Manifest, held: Marker | None, progress: Progress) -> None:
+    def _rewrite(self, link: Manifest, held: Marker | None) -> None:
         """Write every shard anew, one at a time, then the index that names them."""
-        name, shards, total = uuid.uuid4().hex[:8], dict[str, dict[str, str]](), 0
+        stem, shards, total = uuid.uuid4().hex[:8], dict[str, dict[str, str]](), 0
         base = held if link.kind is Kind.DELTA else None
-        for number, (_, tensors) in enumerate(self._brought(base, link, progress), start=1):
-            packed = self._save(f"model-{name}-{number:05d}.safetensors", tensors)
+        for number, (_, tensors) in enumerate(self._brought(base, link), start=1):
+            packed = pack_tensors(f"model-{stem}-{number:05d}.safetensors", tensors)
+            self._put(packed.file.name, packed.chunks)
             shards[packed.file.name] = {entry.name: entry.xxh3 for entry in packed.tensors}
+            self._written_bytes += packed.file.size
             total += sum(entry.size for entry in packed.tensors)
+            del tensors, packed  # before the next ones come
         index = dump_index(link, shards, total)
-        self._local.put(INDEX, [index], self._step)
+        self._put(INDEX, [index])
         self._written_bytes += len(index)
         self._sweep(set(shards))
 
-    def _brought(
-        self, held: Marker | None, link: Manifest, progress: Progress
-    ) -> Iterator[tuple[str, Tensors]]:
+    def _brought(self, held: Marker | None, link: Manifest) -> Iterator[tuple[str, Tensors]]:
         """The shards as they are to be, one at a time, each compared with the trainer's digests.
 
         held is what the checkpoint is; None if it is no version, and the one to come is a full one.
         """
         if held is None:
-            for shard, names in sorted(names_by_file(link).items()):
-                tensors = empty_tensors(link, names)
-                self._write(link, tensors, progress)
+            for shard, tensors in empty_shards(link):
+                self._fill(link, tensors)
                 yield shard, tensors
             return
         sums = sorted(held.shards.items())
         if link.kind is Kind.FULL:
             for shard, names_and_sums in sums:
                 tensors = load_checked(self.path / shard, names_and_sums)
-                self._write(link, tensors, progress, holds=True)
+                self._fill(link, tensors, holds=True)
                 yield shard, tensors
             return
         old = {shard: load_checked(self.path / shard, one) for shard, one in sums}
         parts = [part for tensors in old.values() for part in whole_parts(tensors)]
-        staged, begins = self._staged(link, Live(link, parts), progress), dict[torch.dtype, int]()
+        staged, begins = self._staged(link, Live(link, parts)), dict[torch.dtype, int]()
         for shard, names_and_sums in sums:
-            tensors = load(self.path / shard, list(names_and_sums))
+            tensors = load(self.path / shard, names_and_sums)
             live = Live(link, whole_parts(tensors))
             pieces = list(within(staged.pieces(), live, begins))
             write_pieces(live, pieces)
@@ -283,18 +273,18 @@ class LocalCheckpoint:
             begins |= {dtype: begins.get(dtype, 0) + line.line.numel for dtype, line in live.lines.items()}
             yield shard, tensors
 
-    def _write(self, link: Manifest, tensors: Tensors, progress: Progress, *, holds: bool = False) -> None:
+    def _fill(self, link: Manifest, tensors: Tensors, *, holds: bool = False) -> None:
         """Write a full version into the tensors of one shard. holds: they may be that version already."""
         live = Live(link, whole_parts(tensors))
         skip = matching(link, [sums_of(link, live, ())]) if holds else ()
-        write(live, self._staged(link, live, progress, skip))
+        write(live, self._staged(link, live, skip))
         self._compare(link, live, ())
 
-    def _staged(self, link: Manifest, live: Live, progress: Progress, skip: Collection[str] = ()) -> Staged:
+    def _staged(self, link: Manifest, live: Live, skip: Collection[str] = ()) -> Staged:
         def note(num_bytes: int) -> None:
             self._lease.renew()
             self._read_bytes += num_bytes
-            progress.advance(num_bytes)
+            self._progress.advance(num_bytes)
 
         try:
             return stage(self._source, link, live, workers=self._workers, skip=skip, on_read=note)
@@ -309,12 +299,6 @@ class LocalCheckpoint:
         if wrong:
             raise DamagedBaseError(f"{link.label} does not lead to its {wrong}")
 
-    def _save(self, name: str, tensors: Tensors) -> PackedFile:
-        packed = pack_tensors(name, tensors)
-        self._local.put(name, packed.chunks, self._step)
-        self._written_bytes += packed.file.size
-        return PackedFile(file=packed.file, tensors=packed.tensors, chunks=())
-
     def _copy_extra_files(self, anchor: Manifest) -> None:
         for file in anchor.extra_files:
             try:
@@ -323,11 +307,23 @@ class LocalCheckpoint:
                     raise CorruptFrameError(f"{file.name} is damaged")
             except (WireError, OSError) as error:
                 raise _UnusableVersion(anchor, error) from error
-            self._local.put(file.name, [content], self._step)
+            self._put(file.name, [content])
 
     def _sweep(self, current: set[str]) -> None:
         """Remove shards that no index names any more: older ones, and those of a pull that was killed."""
         for name in self._local.names(""):
             if name not in current and (_LEFT_OVER.fullmatch(name) or name == _SINGLE_FILE):
                 self._step(f"sweep {name}")
-                self._local.remove(name)
+                try:
+                    self._local.remove(name)
+                except DiskError as error:  # the next pull tries it again
+                    if name == _SINGLE_FILE:  # loaders would read it, and not this version
+                        raise
+                    self._note(str(error))
+
+    def _put(self, name: str, chunks: Iterable[Any]) -> None:
+        self._local.put(name, chunks, self._step)
+
+    def _note(self, problem: str) -> None:
+        logger.warning("%s: %s", self.path, problem)
+        self._problems.append(problem)

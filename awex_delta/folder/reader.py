@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from awex_delta.engines.view import EngineView
+from awex_delta.engines.view import Bound, EngineView
 from awex_delta.errors import (
     AwexDeltaError,
     ChainError,
@@ -82,7 +82,8 @@ class DiskReader:
         self._on_phase = on_phase or (lambda phase: None)
         self._ledger = EngineLedger()
         self._held: Manifest | None = None  # what the weights are exactly
-        self._live: Live | None = None  # tables of the version that was bound last
+        self._bound = Bound(view)
+        self._live: Live | None = None  # the tables for what is bound, of the version that was read last
         self._served = ""  # id of what all ranks of the engine agreed to hold
         self._bytes_read = self._num_written = 0
         self._sums: dict[str, list[PartSum]] = {}  # by version just written, what this rank holds
@@ -138,7 +139,8 @@ class DiskReader:
         self._bytes_read = self._num_written = 0
         self._sums.clear()
         refused: set[str] = set()
-        with self._peers.in_step("read"):
+        # Another purpose each time: ranks that try again together meet, whoever of them gave up before.
+        with self._peers.in_step(f"read {uuid.uuid4().hex}"):
             try:
                 tip = self._choose(version, refused)
                 while blamed := self._reach(tip, refused):
@@ -149,10 +151,14 @@ class DiskReader:
         watch.lap("read")
         self._publish(tip)
         reason = Reason[tip.reason] if tip.reason in Reason.__members__ else Reason.NONE
+        verdict = Verdict(kind=tip.kind, reason=reason)
+        if self._bound.moved:  # so this rank began at a full version
+            verdict = replace(verdict, kind=Kind.FULL, reason=Reason.ENGINE_MOVED, detail=self._bound.moved)
+            self._bound.moved = ""
         logger.info("engine %s: %s, %d bytes read", self._engine, tip.label, self._bytes_read)
         return UpdateStats(
             version=tip.version,
-            verdict=Verdict(kind=tip.kind, reason=reason),
+            verdict=verdict,
             wire_bytes=self._bytes_read,
             num_elements=self._num_written,
             total_wire_bytes=tip.size,
@@ -169,24 +175,23 @@ class DiskReader:
 
     def _choose(self, version: int | None, refused: Collection[str]) -> Manifest:
         """The version that all ranks of this engine go to: rank 0 says which. Raises ChainError."""
-        chain, tip, failure = Chain(), None, ""
+        chain, tip, word = Chain(), None, self._look()
+        failure = word.failure
         try:
             chain = find_chain(Catalogue(self._folder), self._held, target=version, refused=refused)
             tip = chain.links[-1] if chain.links else self._held
         except OSError as error:
-            failure = f"the folder {self._folder.url} cannot be read: {type(error).__name__}: {error}"
+            failure = failure or f"{self._folder.url} cannot be read: {type(error).__name__}: {error}"
+        problems = "; ".join(chain.problems)
         if tip is None or not chain.reachable:
             tip = None
-            failure = failure or "; ".join(chain.problems)
-        elif chain.problems:
-            logger.warning(
-                "engine %s: newer versions cannot be used: %s", self._engine, "; ".join(chain.problems)
-            )
-        word = Word(
-            phase="choose", version=tip.version if tip else -1, id=tip.id if tip else "", failure=failure
-        )
-        chosen = self._peers.tell(word)[0]
-        if chosen.failure:
+            failure = failure or problems
+        elif problems:
+            logger.warning("engine %s: newer versions cannot be used: %s", self._engine, problems)
+        word = replace(word, version=tip.version, id=tip.id) if tip else word
+        words = self._peers.tell(replace(word, failure=failure))
+        self._failures(words)
+        if (chosen := words[0]).failure:
             raise ChainError(f"engine {self._engine}: {chosen.failure}")
         if tip is None or tip.id != chosen.id:
             tip = self._find(chosen)
@@ -224,6 +229,7 @@ class DiskReader:
         try:
             for place, link in enumerate(links):
                 self._write(link, staged if place == 0 else self._stage(link))
+            self._bound.require_unmoved()
         except Exception as error:  # noqa: BLE001 - the phase boundary: every rank must learn of it
             word = self._blame("apply", link, error)
         return self._conclude(word) or self._compare(links)
@@ -266,24 +272,35 @@ class DiskReader:
         """What this rank holds, where a full version comes next: it may hold that already."""
         if self._held is None or not links or links[0].kind is not Kind.FULL:
             return {}
-        return {links[0].id: dump_sums(sums_of(links[0], self._bound(links[0]), ()))}
+        return {links[0].id: dump_sums(sums_of(links[0], self._tables(links[0]), ()))}
 
     def _stage(self, link: Manifest, skip: Collection[str] = ()) -> Staged:
         self._on_phase("stage")
         return stage(
             self._folder,
             link,
-            self._bound(link),
+            self._tables(link),
             workers=self._settings.read_workers,
             skip=skip,
             on_read=self._note_read,
         )
 
-    def _bound(self, link: Manifest) -> Live:
-        """The live tensors, by their places in a version."""
-        tensors = self._view.tensors()
-        if self._live is None or not self._live.fits(link, tensors):
-            self._live = Live(link, tensors)
+    def _look(self) -> Word:
+        """Bind what the engine computes with now; if that moved, or cannot be bound, it is no version."""
+        word = Word(phase="choose")
+        try:
+            if self._bound.look():
+                self._live = None
+        except Exception as error:  # noqa: BLE001 - every rank must learn of it, whatever an adapter raises
+            word = replace(word, failure=f"{type(error).__name__}: {error}", fatal=True)
+        if word.failure or self._bound.moved:
+            self._ledger, self._held, self._served = EngineLedger(dirty=self._ledger.dirty), None, ""
+        return word
+
+    def _tables(self, link: Manifest) -> Live:
+        """The bound tensors, by their places in a version."""
+        if self._live is None or self._live.space != link.hf:
+            self._live = Live(link, self._bound.parts)
         return self._live
 
     def _note_read(self, num_bytes: int) -> None:
@@ -294,7 +311,7 @@ class DiskReader:
         """Write one version that was staged completely; dirty until it ended."""
         self._ledger, self._held = self._ledger.touch(), None
         self._on_phase("apply")
-        live = self._bound(link)
+        live = self._tables(link)
         self._num_written += write(live, staged)
         self._view.synchronize()
         self._sums[link.id] = sums_of(link, live, staged.pieces())
@@ -302,22 +319,25 @@ class DiskReader:
 
     def _blame(self, phase: str, link: Manifest, error: Exception) -> Word:
         """An error as a word: of one version, which another may replace, or of this engine."""
-        usable_again = isinstance(error, WireError | OSError) and not self._ledger.dirty
-        text = str(error) if isinstance(error, AwexDeltaError) else f"{type(error).__name__}: {error}"
         if isinstance(error, UpdateError):
             raise error
-        failure = f"{link.label}: {text}"
-        return Word(phase=phase, failure=failure, refused=link.id, fatal=not usable_again)
+        usable_again = isinstance(error, WireError | OSError) and not self._ledger.dirty
+        text = str(error) if isinstance(error, AwexDeltaError) else f"{type(error).__name__}: {error}"
+        return Word(phase=phase, failure=f"{link.label}: {text}", refused=link.id, fatal=not usable_again)
 
     def _conclude(self, word: Word) -> set[str]:
         """End a phase on all ranks: ids of versions to avoid, none if all is well. Raises UpdateAborted."""
-        failed = [(rank, one) for rank, one in enumerate(self._peers.tell(word)) if one.failure]
-        text = "; ".join(f"rank {rank}: {one.failure}" for rank, one in failed)
-        if any(one.fatal for _, one in failed):
-            raise UpdateAborted(f"engine {self._engine} was not updated: {text}")
-        if failed:
+        words = self._peers.tell(word)
+        if text := self._failures(words):
             logger.warning("engine %s: %s; trying another way", self._engine, text)
-        return {one.refused for _, one in failed}
+        return {one.refused for one in words if one.failure}
+
+    def _failures(self, words: Sequence[Word]) -> str:
+        """What failed, by rank. Raises UpdateAborted if trying another version would not help."""
+        text = "; ".join(f"rank {rank}: {one.failure}" for rank, one in enumerate(words) if one.failure)
+        if any(one.fatal for one in words):
+            raise UpdateAborted(f"engine {self._engine} was not updated: {text}")
+        return text
 
     def _publish(self, tip: Manifest) -> None:
         if self._served == tip.id:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-import xxhash
-
+from awex_delta.errors import DiskError
 from awex_delta.folder.apply import runs
 from awex_delta.folder.chain import Catalogue, find_chain
 from awex_delta.folder.folder import Folder, version_name
 from awex_delta.folder.manifest import WHOLE, FileEntry, Manifest, checksum
 from awex_delta.protocol.verdict import Reason
+
+_PIECE_BYTES = 1 << 26
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,14 +129,14 @@ def _verify(folder: Folder, manifest: Manifest, file: FileEntry) -> list[str]:
     """What is wrong with one file; of a damaged one, which of the things that it holds."""
     name = f"{version_name(manifest.version)}/{file.name}"
     try:
-        whole = xxhash.xxh3_64()
-        for piece in folder.read_file(name, file.size):
-            whole.update(piece)
-        if whole.hexdigest() == file.xxh3:
+        pieces = range(0, file.size, _PIECE_BYTES)
+        if checksum(folder.read(name, at, min(at + _PIECE_BYTES, file.size)) for at in pieces) == file.xxh3:
             return []
         return [f"{name} is damaged: {_damaged_parts(folder, manifest, file, name)}"]
     except FileNotFoundError:
         return [f"{name} is gone"]
+    except DiskError as error:
+        return [str(error)]
 
 
 def _damaged_parts(folder: Folder, manifest: Manifest, file: FileEntry, name: str) -> str:

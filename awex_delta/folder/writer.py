@@ -5,17 +5,18 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
 from awex_delta.detection.slices import Detection
-from awex_delta.errors import UpdateAborted
+from awex_delta.errors import UpdateAborted, WeightsAwayError
 from awex_delta.folder.chain import foreign_version
 from awex_delta.folder.claim import Claim
-from awex_delta.folder.collect import Taken, bring_together, take_weights
-from awex_delta.folder.content import Digests, Sums, of_tensors, to_text
+from awex_delta.folder.collect import Taken, bring_together, hash_copies, take_weights
+from awex_delta.folder.content import Digests, Sums, to_text
 from awex_delta.folder.folder import Folder, Step, ignore_step
 from awex_delta.folder.layout import FolderPlan, plan_folder
 from awex_delta.folder.manifest import HfSpace
@@ -28,7 +29,7 @@ from awex_delta.folder.pack import (
     pack_lines,
     pack_tensors,
 )
-from awex_delta.folder.publish import Job, Publisher, Ranks, Writing
+from awex_delta.folder.publish import Job, Publisher, Ranks
 from awex_delta.lines.boxes import BoxMap
 from awex_delta.lines.ends import LineEnd
 from awex_delta.plan.pairs import Pair
@@ -38,6 +39,7 @@ from awex_delta.protocol.agreement import Decision
 from awex_delta.protocol.ledger import check_version
 from awex_delta.protocol.outgoing import Outgoing
 from awex_delta.protocol.rendezvous import Rendezvous
+from awex_delta.protocol.replicas import parity, warn_of_drift
 from awex_delta.protocol.session import Stopwatch, in_step
 from awex_delta.protocol.stats import UpdateStats
 from awex_delta.protocol.trainer_end import TrainerEnd
@@ -46,6 +48,7 @@ from awex_delta.protocol.verify import Scope, scope_of
 from awex_delta.settings.agreed import DeltaSettings
 from awex_delta.trainers.view import TrainerView
 from awex_delta.wire.choice import cheapest
+from awex_delta.wire.digest import digests as digests_of
 from awex_delta.wire.pieces import blocks
 from awex_delta.wire.registry import codecs_for
 from awex_delta.wire.spans import Span
@@ -117,9 +120,11 @@ class DiskWriter(TrainerEnd):
         self._folder = folder
         self._is_ours = False  # no other release has written there
         self._codecs = codecs_for(settings.encoding)  # who reads is not known, so none that `auto` may add
-        self._planned: FolderPlan | None = None  # what all trainers together write, as of the last connect
+        self._met: FolderPlan  # what all trainers together write, as of the last connect
         self._tables: dict[int, _Table] = {}  # by line
-        self._writing: Writing | None = None
+        # A process that ends waits for this thread, so that no version is lost.
+        self._background = ThreadPoolExecutor(max_workers=1)
+        self._writing: tuple[Job, Future[str]] | None = None
         self._unreported = ""  # why the last version does not exist, until all ranks were told
 
     def connect(self) -> None:
@@ -146,6 +151,8 @@ class DiskWriter(TrainerEnd):
         Raises:
             ConfigError: `version` is not an int of at least 0.
             ConnectError: ranks are missing, or do not fit.
+            WeightsAwayError: live weights of a trainer rank were freed, moved or replaced; nothing was
+                begun. Bring them back and call again.
             UpdateError: the version before could not be written, or this one not packed, or another run
                 writes to the folder. The next one is full. Call again with any version.
 
@@ -159,9 +166,7 @@ class DiskWriter(TrainerEnd):
             with in_step(self._session.comm):
                 outgoing = self._join(f"version {version}")
                 watch.lap("connect")
-                detection = self._detect(version)
-                watch.lap("detect")
-                decision = self._session.propose(self._proposal(version, detection))
+                detection, decision = self._propose(version, outgoing, watch)
                 failure, self._unreported = self._unreported, ""
                 self._session.agree("the version before", failure)
                 self._session.agree("claim the folder", self._claim_folder())
@@ -170,11 +175,13 @@ class DiskWriter(TrainerEnd):
                     stats, job = self._pack(decision, detection, outgoing, watch)
                 finally:
                     outgoing.release()
+        except WeightsAwayError:
+            raise  # nothing was begun
         except BaseException:
             self._ledger = self._ledger.abort()
             raise
         self._view.committed()
-        self._writing = Writing(self._publisher, job)
+        self._writing = job, self._background.submit(self._publisher.publish, job)
         logger.log(
             logging.INFO if self._rank == 0 else logging.DEBUG, "version %d: %s", version, stats.verdict
         )
@@ -213,24 +220,17 @@ class DiskWriter(TrainerEnd):
         writing, self._writing = self._writing, None
         if writing is None:
             return
-        failure = writing.join()
-        if failure:
+        job, published = writing
+        if failure := published.exception() or published.result():
             self._ledger = self._ledger.abort()
-            self._unreported = f"version {writing.version} was not written: {failure}"
+            self._unreported = f"version {job.version} was not written: {failure}"
         else:
-            self._ledger = self._ledger.commit(writing.version, writing.kind)
+            self._ledger = self._ledger.commit(job.version, job.kind)
 
     def _plan_folder(self, world: World) -> Plan:
         """This rank's lines to the folder."""
-        self._planned, self._tables = plan_folder(world, self._rank), {}
-        return self._planned.plan
-
-    @property
-    def _met(self) -> FolderPlan:
-        """The plan, once connected."""
-        if self._planned is None:
-            raise RuntimeError("not connected")
-        return self._planned
+        self._met, self._tables = plan_folder(world, self._rank), {}
+        return self._met.plan
 
     def _detect(self, version: int) -> Detection:
         """As of every trainer; a folder of full versions gets no deltas."""
@@ -244,7 +244,9 @@ class DiskWriter(TrainerEnd):
         """Take from the live weights what the version needs, and agree that all ranks did."""
         kind, failure = decision.verdict.kind, ""
         if kind is Kind.FULL or self._shares_whole:
-            _, failure = self._session.attempt(None, self._view.gather_params)
+            failure = self._gather(outgoing)
+        _, late = self._session.attempt(None, outgoing.conversion.convert_together)
+        failure = failure or late
         scope = scope_of(self._settings, decision)
         if kind is Kind.DELTA:
             packed, here = self._session.attempt(
@@ -253,10 +255,13 @@ class DiskWriter(TrainerEnd):
         else:
             detection = Detection()
             taken, here = self._session.attempt(
-                "prepare", lambda: take_weights(self._view, self._routes, self._met.wholes, self._rank)
+                "prepare", lambda: take_weights(outgoing.conversion, self._met.wholes, self._rank)
             )
             self._session.agree("prepare", failure or here)
             packed, here = self._session.attempt("encode", lambda: self._pack_full(taken or {}, scope))
+        is_compared = kind is Kind.FULL and scope is not Scope.OFF
+        copies = self._session.met.plan.copies if is_compared else {}
+        sums, late = self._session.attempt(None, lambda: hash_copies(outgoing.conversion, copies))
         file, digests = packed or (None, {})
         mine = {
             "token": random.getrandbits(62),  # rank 0's names this attempt
@@ -264,8 +269,10 @@ class DiskWriter(TrainerEnd):
             "elements": file.num_elements if file else 0,
             "changed": detection.num_changed,
             "owned": detection.num_owned,
+            "parity": parity(self._rank, copies, sums or {}),
         }
-        facts = self._session.agree("encode", failure or here, **mine)
+        facts = self._session.agree("encode", failure or here or late, **mine)
+        warn_of_drift(self._session, decision.version, facts, copies, sums or {})
         watch.lap("encode")
         stats = self._session.stats(decision, facts, mine=mine, verified=scope.value, seconds=watch.seconds)
         is_delta = kind is Kind.DELTA
@@ -325,7 +332,7 @@ class DiskWriter(TrainerEnd):
 
     def _pack_full(self, taken: Taken, scope: Scope) -> tuple[PackedFile | None, Digests]:
         tensors = bring_together(self._comm, taken, self._met.wholes, self._rank)
-        digests = {} if scope is Scope.OFF else of_tensors(tensors)
+        digests = {} if scope is Scope.OFF else digests_of(tensors)
         return (pack_tensors(self._file_name("model"), tensors) if tensors else None), digests
 
     def _file_name(self, stem: str) -> str:
@@ -335,4 +342,4 @@ class DiskWriter(TrainerEnd):
 def _all_of(end: LineEnd, pair: Pair) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """All elements of a line, in its order."""
     for start, values in blocks(end.read, Span(0, pair.numel)):
-        yield torch.arange(start, start + values.numel()), values
+        yield torch.arange(start, start + values.numel(), device="cpu"), values

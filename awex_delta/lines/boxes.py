@@ -199,7 +199,7 @@ def _blocks(counts: torch.Tensor) -> Iterator[_Block]:
     size = _BLOCK if counts.device.type == "cpu" else _DEVICE_BLOCK
     for begin in range(0, total, size):
         end = min(begin + size, total)
-        edge = torch.tensor([begin, end - 1], device=counts.device)
+        edge = torch.tensor([begin, end - 1], device=counts.device, dtype=torch.int64)
         first, last = torch.searchsorted(ends, edge, right=True).tolist()
         boxes = slice(first, last + 1)
         here = ends[boxes].clamp(max=end) - starts[boxes].clamp(min=begin)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-_NOWHERE = torch.empty(0, dtype=torch.int64)
+_NOWHERE = torch.empty(0, dtype=torch.int64, device="cpu")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,7 +23,7 @@ class Space:
     def of(cls, sizes: Iterable[tuple[str, int]]) -> Space:
         """The line of tensors with these names and numbers of elements."""
         pairs = list(sizes)
-        numels = torch.tensor([0, *(numel for _, numel in pairs)], dtype=torch.int64)
+        numels = torch.tensor([0, *(numel for _, numel in pairs)], dtype=torch.int64, device="cpu")
         return cls(names=tuple(name for name, _ in pairs), starts=numels.cumsum(0))
 
     @property

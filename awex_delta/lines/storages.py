@@ -19,6 +19,23 @@ BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _Dims = list[tuple[int, int]]
 
 
+def unreadable(tensor: torch.Tensor) -> str:
+    """Why the elements of a tensor cannot be read where they are; empty if they can.
+
+    Reading memory that was freed under a live tensor ends the process, so this looks at no element.
+    """
+    if tensor.layout is not torch.strided:
+        return f"it is {tensor.layout}, not strided"
+    if tensor.is_meta:
+        return "it lies on the meta device, which holds no elements"
+    last = tensor.numel()
+    if last and not tensor.is_contiguous():
+        last = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    needed = (tensor.storage_offset() + last) * tensor.itemsize if last else 0
+    held = tensor.untyped_storage().nbytes()
+    return "" if held >= needed else f"its storage was freed ({held} of {needed} bytes are there)"
+
+
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory as integers of its width, so that NaN equals itself and -0.0 differs from 0.0."""
     return tensor.detach().view(BITS[tensor.element_size()])
@@ -57,19 +74,16 @@ class Storages:
         if len(devices) > 1:
             raise LayoutError(f"the tensors of one rank lie on several devices: {sorted(map(str, devices))}")
         self.device = devices.pop()
-        self._places = [_place(tensor) for tensor in tensors]
         self._memories, self._memory_of = _memories(tensors)
-        starts = torch.tensor([0, *(tensor.numel() for tensor in tensors)]).cumsum(0)
-        first = torch.tensor([tensor.storage_offset() for tensor in tensors], dtype=torch.int64)
-        stops = torch.tensor([memory.stop for memory in self._memories], dtype=torch.int64)
+        starts = torch.tensor(
+            [0, *(tensor.numel() for tensor in tensors)], dtype=torch.int64, device="cpu"
+        ).cumsum(0)
+        first = torch.tensor([tensor.storage_offset() for tensor in tensors], dtype=torch.int64, device="cpu")
+        stops = torch.tensor([memory.stop for memory in self._memories], dtype=torch.int64, device="cpu")
         # Tables lie where positions do: they are uploaded once.
         self._starts, self._first, self._stops = (t.to(self.device) for t in (starts, first, stops))
         self._dims = _dims_table(tensors, self.device)
         self.numel = int(starts[-1])
-
-    def hold(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """True while these tensors are the memory that this object reads and writes."""
-        return [_place(tensor) for tensor in tensors] == self._places
 
     def gather(self, pos: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Read single elements.
@@ -117,7 +131,7 @@ class Storages:
         if not pos.numel():
             return
         first, last = (torch.searchsorted(self._starts, pos[[0, -1]], right=True) - 1).tolist()
-        if not 0 <= first <= last < len(self._places):
+        if not 0 <= first <= last < len(self._memory_of):
             raise CorruptFrameError(f"a position lies beyond a line of {self.numel} elements")
         cells = self._cells(pos, first, last + 1)
         memories = slice(self._memory_of[first], self._memory_of[last] + 1)
@@ -141,11 +155,6 @@ class Storages:
             cells += rest % here * stride.index_select(0, tensor)
             rest = torch.div(rest, here, rounding_mode="floor")
         return cells
-
-
-def _place(tensor: torch.Tensor) -> tuple[int, tuple[int, ...]]:
-    # Called for each tensor at each update, so it reads only what takes no time.
-    return tensor.data_ptr(), tensor.stride()
 
 
 def _memories(tensors: Sequence[torch.Tensor]) -> tuple[list[_Memory], list[int]]:
@@ -174,7 +183,9 @@ def _dims_table(
         return None
     dims = [_collapsed(tensor) for tensor in tensors]
     depth = max(map(len, dims))
-    padded = torch.tensor([[*one, *[(1, 0)] * (depth - len(one))] for one in dims]).to(device)
+    padded = torch.tensor(
+        [[*one, *[(1, 0)] * (depth - len(one))] for one in dims], dtype=torch.int64, device="cpu"
+    ).to(device)
     return [(padded[:, place, 0].contiguous(), padded[:, place, 1].contiguous()) for place in range(depth)]
 
 

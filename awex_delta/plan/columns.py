@@ -11,7 +11,7 @@ import numpy as np
 import zstandard
 from numpy.typing import NDArray
 
-from awex_delta.errors import ConnectError
+from awex_delta.errors import UNREADABLE, ConnectError
 
 Ints = NDArray[np.int64]
 Shapes = tuple[tuple[int, ...], ...]
@@ -25,15 +25,6 @@ MAX_PACKED = 1 << 28
 _MAX_DIMS, _MAX_NUMEL = 8, 1 << 48  # of a tensor: with more, sums of positions might not fit int64
 
 _LEVEL = 3
-_UNREADABLE = (
-    zstandard.ZstdError,
-    ValueError,
-    KeyError,
-    TypeError,
-    AttributeError,
-    RecursionError,
-    OverflowError,
-)
 
 
 def pack(header: Mapping[str, Any], numbers: Mapping[str, Ints], names: Mapping[str, Sequence[str]]) -> bytes:
@@ -71,7 +62,7 @@ def unpack(blob: bytes) -> tuple[dict[str, Any], dict[str, Ints], dict[str, tupl
         if start != len(rest):
             raise ConnectError(f"a description has {len(rest)} bytes, and its header speaks of {start}")
         return dict(found["header"]), numbers, names
-    except _UNREADABLE as error:
+    except (zstandard.ZstdError, *UNREADABLE) as error:
         raise ConnectError(f"a description cannot be read: {error!r}") from error
 
 

@@ -24,7 +24,7 @@ from awex_delta.plan.describe import (
     numels,
 )
 from awex_delta.plan.overlaps import Cut, clip, cut_overlaps, padded, ranges
-from awex_delta.plan.shards import Copies, Shard
+from awex_delta.plan.shards import Copies, Shard, source_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -152,16 +152,15 @@ def pairs_between(
 def _served(
     trainer: TrainerSpec, shards: Sequence[Mapping[str, Shard]], engine: EngineSpec, copies: Copies
 ) -> list[int]:
-    """HF tensors that the engine rank gets from this rank, or from one that shares the parameter with it."""
+    """HF tensors that the engine rank gets from this rank: it is their source, or owns part of the source."""
     layout, found = trainer.layout, list[int]()
     for output, (name, param) in enumerate(zip(layout.names, layout.params.tolist(), strict=True)):
-        copy = copies.get(name, {}).get(engine.rank)
-        if copy is None:
+        if engine.rank not in copies.get(name, {}):
             continue
         group = trainer.owners[param] if layout.sparse[output] else ()
         for rank in group or (trainer.rank,):
             shard = shards[rank][name]
-            if shard.replica == copy % shard.num_replicas:
+            if shard.replica == source_of(name, shard.num_replicas):
                 found.append(output)
                 break
     return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from awex.transfer.transfer_plan import TransferPlan
@@ -17,7 +17,7 @@ from awex_delta.plan.checks import (
     check_ownership,
 )
 from awex_delta.plan.pairs import Pair, engine_starts, pairs_between, sender_side
-from awex_delta.plan.shards import TrainingSide, copies_of, dense_plan, dense_volume
+from awex_delta.plan.shards import TrainingSide, copies_of, copies_of_rank, dense_plan, dense_volume
 from awex_delta.plan.world import World
 
 PairKey = tuple[int, torch.dtype]
@@ -31,11 +31,13 @@ class Plan:
     pairs: this rank's pairs.
     dense: AWEX's own plan of a full sync, as this rank sees it.
     dense_bytes: what this rank sends or receives in a full sync.
+    copies: of a trainer rank, see `shards.copies_of_rank`.
     """
 
     pairs: Mapping[PairKey, Pair]
     dense: TransferPlan
     dense_bytes: int
+    copies: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 @uncollected()
@@ -77,4 +79,5 @@ def plan_rank(world: World, seat: int) -> Plan:
         check_dense_coverage(world.engines[seat], dense)
         check_coverage(world.engines[seat], found)
     peers = {(p.sender if seat < num_engines else p.receiver, p.dtype): p for p in found}
-    return Plan(pairs=peers, dense=dense, dense_bytes=dense_volume(dense)[0])
+    alike = copies_of_rank(shards, seat - num_engines) if seat >= num_engines else {}
+    return Plan(pairs=peers, dense=dense, dense_bytes=dense_volume(dense)[0], copies=alike)

@@ -1,15 +1,19 @@
 """Both sides as AWEX sees them: its resolver and its planner, asked for what one rank needs.
 
-AWEX's planner numbers copies of a tensor on either side (its *replicas*), and lets training copy k % n serve
-inference copy k. A full sync is its own plan for one rank; a delta follows the same rule (`plan.pairs`).
+AWEX's planner numbers copies of a tensor on either side (its *replicas*). It is given one training copy of
+each tensor, the *source*, which then serves all inference copies, so that engines hold the same bits even if
+copies of the trainer differ. A full sync is its own plan for one rank; a delta follows the same rule
+(`plan.pairs`).
 """
 
 from __future__ import annotations
 
 import math
+import zlib
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import zip_longest
 from typing import NamedTuple
 
 from awex.meta.meta_resolver import ParamMetaResolver
@@ -29,6 +33,31 @@ class Shard(NamedTuple):
     replica: int
     num_replicas: int
     offset: tuple[int, ...]
+
+
+def source_of(name: str, num_replicas: int) -> int:
+    """Which training copy of an HF tensor serves all engines: by its name, so that copies share the load."""
+    return zlib.crc32(name.encode()) % num_replicas
+
+
+def copies_of_rank(shards: Sequence[Mapping[str, Shard]], rank: int) -> dict[str, tuple[int, ...]]:
+    """Trainer ranks that hold the same part of an HF tensor as `rank`, which is among them, ascending.
+
+    Args:
+        shards: what each trainer rank holds, at least of the tensors of `rank`.
+
+    Returns:
+        By HF name, of tensors of which there is more than one copy.
+    """
+    found = {}
+    for name, mine in shards[rank].items():
+        same = (
+            other for other, held in enumerate(shards) if name in held and held[name].offset == mine.offset
+        )
+        ranks = tuple(same)
+        if len(ranks) > 1:
+            found[name] = ranks
+    return found
 
 
 class TrainingSide(ParamMetaResolver):  # type: ignore[misc]
@@ -135,7 +164,7 @@ def copies_of(engines: Sequence[EngineSpec], names: Collection[str]) -> Copies:
 
 
 def dense_plan(world: World, side: TrainingSide, copies: Copies, seat: int) -> TransferPlan:
-    """AWEX's own plan of a full sync as one rank sees it, by peer, in the order that both peers use.
+    """AWEX's plan of a full sync from sources, as one rank sees it, by peer, in the order that both use.
 
     Args:
         world: all descriptions.
@@ -146,13 +175,54 @@ def dense_plan(world: World, side: TrainingSide, copies: Copies, seat: int) -> T
     num_engines = len(world.engines)
     inference = [_inference_meta(world.engines, copies[meta.name], meta.name, seat) for meta in side.metas]
     builder = TransferPlanBuilder(num_engines, len(world.trainers), 1)
-    operations = builder.build_weights_mapping_operations(inference, side.metas, seat)
+    sources = [
+        replace(meta, replicas=[meta.replicas[source_of(meta.name, len(meta.replicas))]])
+        for meta in side.metas
+    ]
+    operations = builder.build_weights_mapping_operations(inference, sources, seat)
     operations.sort(key=lambda op: (op.send_shard_meta.name, op.send_rank, op.recv_rank, op.send_offset))
     by_peer: dict[int, list[CommunicationOperation]] = defaultdict(list)
     for op in operations:
         if seat in (op.send_rank, op.recv_rank):
             by_peer[op.recv_rank if seat >= num_engines else op.send_rank].append(op)
     return TransferPlan(inter_operations=dict(sorted(by_peer.items())))
+
+
+Operations = list[tuple[int, CommunicationOperation]]
+"""Operations of AWEX's plan, each with the rank at its other end."""
+
+
+def dense_batches(plan: TransferPlan, most: int, most_bytes: int) -> Iterator[Operations]:
+    """The operations of a full sync, some at a time.
+
+    What two ranks exchange is cut at the same places at both ends, and batch k of each rank holds piece k of
+    each of its exchanges. So ranks that end one batch before they begin the next never wait in a circle.
+
+    Args:
+        plan: of one rank.
+        most: operations of one exchange in one batch.
+        most_bytes: bytes of them; an operation that has more is alone.
+    """
+    peers = plan.operations
+    for pieces in zip_longest(*(_cut(ops, most, most_bytes) for ops in peers.values()), fillvalue=()):
+        rounds = (zip(peers, ops, strict=True) for ops in zip_longest(*pieces))  # peer by peer, as AWEX does
+        yield [(peer, op) for one in rounds for peer, op in one if op is not None]
+
+
+def _cut(
+    operations: Sequence[CommunicationOperation], most: int, most_bytes: int
+) -> Iterator[list[CommunicationOperation]]:
+    piece: list[CommunicationOperation] = []
+    size = 0
+    for op in operations:
+        num_bytes = math.prod(op.overlap_shape) * op.send_shard_meta.dtype.itemsize
+        if piece and (len(piece) == most or size + num_bytes > most_bytes):
+            yield piece
+            piece, size = [], 0
+        piece.append(op)
+        size += num_bytes
+    if piece:
+        yield piece
 
 
 def dense_volume(plan: TransferPlan) -> tuple[int, int]:

@@ -23,40 +23,43 @@ _Loader.add_implicit_resolver(
 )
 
 
+_LARGEST = 2**40  # of one size: products of a few still fit a float
+
+
 class ModelShape(Section):
     """The sizes of a Qwen3 or Qwen3-MoE model, under the names of HF configurations."""
 
     architecture: Literal["Qwen3ForCausalLM", "Qwen3MoeForCausalLM"]
     """Class of the HF model; `Qwen3MoeForCausalLM` has experts in every layer."""
 
-    vocab_size: int = Field(gt=0)
+    vocab_size: int = Field(gt=0, le=_LARGEST)
     """Rows of the embedding, and of `lm_head`."""
 
-    hidden_size: int = Field(gt=0)
+    hidden_size: int = Field(gt=0, le=_LARGEST)
     """Width of the residual stream."""
 
-    num_hidden_layers: int = Field(gt=0)
+    num_hidden_layers: int = Field(gt=0, le=_LARGEST)
     """Decoder layers."""
 
-    num_attention_heads: int = Field(gt=0)
+    num_attention_heads: int = Field(gt=0, le=_LARGEST)
     """Query heads."""
 
-    num_key_value_heads: int = Field(gt=0)
+    num_key_value_heads: int = Field(gt=0, le=_LARGEST)
     """Heads of keys and of values."""
 
-    head_dim: int = Field(gt=0)
+    head_dim: int = Field(gt=0, le=_LARGEST)
     """Width of one head."""
 
-    intermediate_size: int = Field(gt=0)
+    intermediate_size: int = Field(gt=0, le=_LARGEST)
     """Width of the feed-forward layers; not used where all layers have experts."""
 
-    num_experts: int = Field(default=0, ge=0)
+    num_experts: int = Field(default=0, ge=0, le=_LARGEST)
     """Experts a layer; 0 in a model without."""
 
-    num_experts_per_tok: int = Field(default=0, ge=0)
+    num_experts_per_tok: int = Field(default=0, ge=0, le=_LARGEST)
     """Experts that each token passes."""
 
-    moe_intermediate_size: int = Field(default=0, ge=0)
+    moe_intermediate_size: int = Field(default=0, ge=0, le=_LARGEST)
     """Width of one expert."""
 
     tie_word_embeddings: bool = False
@@ -65,7 +68,7 @@ class ModelShape(Section):
     rope_theta: float = Field(default=10_000.0, gt=0)
     """Base of the rotary positions."""
 
-    max_position_embeddings: int = Field(default=4096, gt=0)
+    max_position_embeddings: int = Field(default=4096, gt=0, le=_LARGEST)
     """Longest sequence."""
 
     @field_validator("num_experts", "num_experts_per_tok", "moe_intermediate_size")

@@ -104,7 +104,8 @@ class RunPlan:
     conversion_bytes: what a full sync takes on a trainer rank besides, for converted weights.
     detection_bytes: what a delta of the largest of `SHARES` takes on a trainer rank besides, without frames.
     kept_bytes: what a trainer rank keeps between updates: a byte an owned element with
-        `weight_update_delta_accumulate`, the old weights with the method `snapshot`, else 0.
+        `weight_update_delta_accumulate` or the method `capture`, if much changed; the old weights with the
+        method `snapshot`; else 0.
     environment: what a launcher must export to every worker.
     """
 
@@ -228,7 +229,9 @@ def _plan(resolved: ResolvedDelta, topology: Topology, shape: ModelShape) -> Run
 
 
 def _kept_per_element(settings: DeltaSettings) -> int:
-    return _BF16 if settings.method == "snapshot" else int(settings.accumulate)
+    if settings.method == "snapshot":
+        return _BF16
+    return int(settings.accumulate or settings.method == "capture")
 
 
 def _dense_on_a_rank(counts: Counts, layout: Parallelism) -> int:

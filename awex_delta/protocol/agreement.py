@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
+from pydantic import Field
 
 from awex_delta.errors import LockstepError, UpdateAborted
 from awex_delta.protocol.ledger import EngineLedger
 from awex_delta.protocol.verdict import Kind, Reason, Verdict
 from awex_delta.wire.choice import expected_bytes
+
+Count = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,19 +25,23 @@ class Proposal:
     version: the version that the caller asked for.
     run_id, held: of a trainer its own run and watermark, of an engine what it holds. held is None
         when there is nothing, dirty when writes were not committed.
-    reason, detail: a trainer's own doubt.
+    reason, detail: this rank's own doubt.
     changed, owned: elements that a trainer found changed, of those that it owns.
+    failure: why this rank cannot take part; empty when it can.
+    anew: the rank's description is another one than all know, so that all have to meet anew.
     """
 
     role: str
-    version: int
+    version: Count
     run_id: str
-    held: int | None
+    held: Count | None
     dirty: bool = False
     reason: Reason = Reason.NONE
     detail: str = ""
-    changed: int = 0
-    owned: int = 0
+    changed: Count = 0
+    owned: Count = 0
+    failure: str = ""
+    anew: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,9 +49,9 @@ class Status:
     """How a phase ended on one rank: why it cannot go on (empty when it can), and counts for all."""
 
     phase: str
-    version: int
+    version: Count
     failure: str
-    facts: dict[str, int]
+    facts: dict[str, Annotated[int, Field(ge=0, lt=2**64)]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +86,7 @@ def decide(proposals: Sequence[Proposal], encodings: Sequence[str]) -> Decision:
     for proposal in proposals:
         if proposal.role == "engine":
             ledger = EngineLedger(run_id=proposal.run_id, version=proposal.held, dirty=proposal.dirty)
-            reasons.append(ledger.doubt(run_id, base))
+            reasons.append(max(proposal.reason, ledger.doubt(run_id, base)))
         elif proposal.held != base:  # an earlier commit reached only some ranks
             reasons.append(max(proposal.reason, Reason.PREVIOUS_ABORTED))
         else:

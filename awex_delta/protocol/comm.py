@@ -5,10 +5,13 @@ One `Comm` is one rank's seat in the transfer world: engine ranks first (0 .. I-
 is never used again: the rank closes it, opens the next epoch in the store, and every rank meets there
 at its next update. A restarted process does the same, which is how it joins again.
 
+Groups stand in no registry of torch: `destroy_process_group()` of a framework leaves them alone, pairings of
+one process may share a name, and `TORCH_DISTRIBUTED_DEBUG=DETAIL` does not count what each rank sends.
+
 Keys in the store, below the rendezvous name:
 
     epoch                   the current epoch, moved by compare-and-set only
-    EPOCH/cause             what a rank gave up as it opened the epoch, such as "version 7"; then who
+    EPOCH/cause             what was given up by who opened the epoch, such as "version 7"; seat; name
     EPOCH/seat/RANK         who sits there, see `Seal.ticket`; a second life of the rank opens a new epoch
     EPOCH/at/RANK           the phase that the rank entered last, so an error can name who is missing
 """
@@ -16,22 +19,21 @@ Keys in the store, below the rendezvous name:
 from __future__ import annotations
 
 import logging
-import re
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
+from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
-from awex.transfer.nccl_comm import batch_send_recv, nccl_build_recv_ops, nccl_build_send_ops
 from awex.transfer.transfer_plan import TransferPlan
-from awex.util.process_group import init_custom_process_group
 from torch._C._distributed_c10d import PrefixStore
 
 from awex_delta.errors import ConnectError, PeerError
+from awex_delta.plan.shards import dense_batches
+from awex_delta.protocol.dense import Begin, Weights, receive_batch, send_batch
 from awex_delta.protocol.rendezvous import Rendezvous, first_line
 from awex_delta.protocol.rows import Rows
 from awex_delta.protocol.seal import Seal
@@ -39,6 +41,9 @@ from awex_delta.protocol.store import BoundedStore
 from awex_delta.settings.agreed import DeltaSettings
 
 logger = logging.getLogger(__name__)
+
+MAX_OPERATIONS = 1024
+"""Most sends or receives of whole weights that one rank has begun and not ended."""
 
 
 class Comm(Rows):
@@ -65,18 +70,24 @@ class Comm(Rows):
         """
         self.rendezvous = rendezvous
         self.seat = seat
-        self._me = rendezvous.place(seat)
+        self.me = rendezvous.place(seat)
         self.epoch = -1
         self.purpose = "connect"
         self.trace: list[str] = []
         self.has_met = False
         self.seal = Seal(rendezvous, seat, settings.secret_source)
         self._device = device or torch.device("cpu")
+        self._bucket_bytes = settings.bucket_bytes
         self._timeout = timedelta(seconds=settings.timeout_seconds)
         self._connect_timeout = timedelta(seconds=settings.connect_timeout_seconds)
         self._store: BoundedStore | None = None
-        self._group: dist.ProcessGroup | None = None
-        self._weights_group: dist.ProcessGroup | None = None
+        self._group: Any = None  # a backend of torch.distributed, whose methods have no types
+        self._weights_group: Any = None
+
+    @property
+    def is_connected(self) -> bool:
+        """False once the epoch was left."""
+        return self._group is not None
 
     def begin(self, purpose: str) -> bool:
         """Begin a purpose, such as "version 7", in the current epoch; False if `connect` is due.
@@ -84,28 +95,29 @@ class Comm(Rows):
         The group of an earlier epoch is left.
 
         Raises:
-            PeerError: another rank already gave up this same purpose, so nobody would answer. It is said
-                once; the next call finds the way to the new epoch.
+            PeerError: this rank was still connected, and another one gave up this same purpose and has not
+                come back, so nobody would answer. The next call connects.
         """
         self.purpose = purpose
-        current = self._read_epoch()
+        store = self._open_store()
+        current = store.epoch()
         if current == self.epoch:
-            return self._group is not None
-        seen, self.epoch = self.epoch, current
+            return self.is_connected
+        was_connected, self.epoch = self.is_connected, current
         self._leave()
-        given_up, _, who = (self._open_store().find(f"{current}/cause") or "").partition("\n")
-        if seen >= 0 and given_up == purpose:
-            raise PeerError(f"{self._me}: {purpose} was given up by {who} before this rank began it")
+        given_up, _, rest = (store.find(f"{current}/cause") or "").partition("\n")
+        seat, _, who = rest.partition("\n")
+        # Only once: a rank that is told again each time, while another waits, would never meet it.
+        if was_connected and given_up == purpose and store.find(f"{current}/seat/{seat}") is None:
+            raise PeerError(f"{self.me}: {purpose} was given up by {who} before this rank began it")
         return False
 
     def absent_engines(self) -> tuple[int, ...]:
-        """Engine ranks that are neither connected with this rank nor waiting to be. Raises PeerError,
-        and ConnectError, where the store does not answer.
-        """
-        epoch = self._read_epoch()
-        if self._group is not None and epoch == self.epoch:
-            return ()
+        """Engine ranks that neither are connected nor wait to be. Raises PeerError and ConnectError."""
         store = self._open_store()
+        epoch = store.epoch()
+        if self.is_connected and epoch == self.epoch:
+            return ()
         engines = range(self.rendezvous.num_engine_ranks)
         return tuple(rank for rank in engines if not self._sits(store, rank, epoch))
 
@@ -121,24 +133,28 @@ class Comm(Rows):
         store = self._open_store()
         self.epoch = self._take_seat(store)
         try:
-            self._group = self._new_group("gloo", self._connect_timeout)
+            self._group = self._new_group("gloo")
             self.seal.meet(self.epoch, self.gather)
             # The wait for stragglers above is longer than any wait inside an update.
-            c10d._set_pg_timeout(self._timeout, self._group)  # noqa: SLF001 - torch has no public name for it
+            self._group._set_default_timeout(self._timeout)  # noqa: SLF001 - torch has no public name for it
             if self._device.type == "cuda":
-                self._weights_group = self._new_group("nccl", self._timeout)
+                self._weights_group = self._new_group("nccl")
+                one = torch.zeros(1, dtype=torch.float32, device=self._device)
+                self._weights_group.allreduce(
+                    [one]
+                ).wait()  # NCCL connects in the first operation of all ranks
             self.has_met = True
         except ConnectError:
             self.abandon()
             raise
-        except (RuntimeError, PeerError) as error:
+        except Exception as error:  # whatever torch raises: not all ranks are here
             seats = range(self.rendezvous.world_size)
             missing = [seat for seat in seats if not self._sits(store, seat, self.epoch)]
             self._open_epoch_after(self.epoch, self.purpose)  # whoever comes late finds no half-open group
             self.abandon()
             waited = self._connect_timeout.total_seconds()
             raise ConnectError(
-                f"{self._me}: {self.rendezvous.name_seats(missing)} did not arrive within {waited:g} s "
+                f"{self.me}: {self.rendezvous.name_seats(missing)} did not arrive within {waited:g} s "
                 f"(is enable_delta_weight_update on on both sides?): {first_line(error)}"
             ) from error
 
@@ -146,16 +162,16 @@ class Comm(Rows):
         """Sit down in the current epoch, or in a new one if this seat is taken. Returns the epoch."""
         deadline, stranger = time.monotonic() + self._connect_timeout.total_seconds(), ""
         while True:
-            epoch = self._read_epoch()
+            epoch = store.epoch()
             ticket = self.seal.new_ticket(epoch)
             found = store.swap(f"{epoch}/seat/{self.seat}", "", ticket)
             if found == ticket:
                 return epoch
             if not stranger and not self.seal.is_ticket(self.seat, epoch, found):
                 stranger = f"; in epoch {epoch} somebody without this secret sat there, as {found[:80]!r}"
-                logger.warning("%s: this seat was taken%s", self._me, stranger)
+                logger.warning("%s: this seat was taken%s", self.me, stranger)
             if time.monotonic() > deadline:
-                raise ConnectError(f"{self._me}: this seat was taken again and again{stranger}")
+                raise ConnectError(f"{self.me}: this seat was taken again and again{stranger}")
             # Not in the name of this rank's purpose: the peers have not given anything up.
             self._open_epoch_after(epoch, f"a new life of seat {self.seat}")
 
@@ -164,11 +180,8 @@ class Comm(Rows):
         return self.seal.is_ticket(seat, epoch, store.find(f"{epoch}/seat/{seat}"))
 
     def abandon(self) -> None:
-        """Give this epoch up after a failed wait: close the group, let all ranks meet in the next one.
-
-        Peers that wait in the group fail at once.
-        """
-        if self._store is not None and not self._store.broken and self._group is not None:
+        """Give this epoch up and close its group: peers that wait there fail at once, and all meet anew."""
+        if self._store is not None and not self._store.broken and self.is_connected:
             with suppress(PeerError, ConnectError):  # a store that is gone cannot be told
                 self._open_epoch_after(self.epoch, self.purpose)
         self.epoch = -1
@@ -176,6 +189,7 @@ class Comm(Rows):
 
     def close(self) -> None:
         """Leave for good. Peers that still wait here fail at once."""
+        self.purpose = "close"  # which gives up nothing that a peer may be about to begin
         self.abandon()
         self._store = None
 
@@ -184,15 +198,15 @@ class Comm(Rows):
         if len(row) > width - 4:
             raise ValueError(f"row of {len(row)} bytes does not fit {width}")
         row, width = self.seal.sealed(row), width + self.seal.num_bytes
-        mine = torch.zeros(width, dtype=torch.uint8)
-        mine[:4] = torch.tensor(list(len(row).to_bytes(4, "little")), dtype=torch.uint8)
-        if row:
-            mine[4 : 4 + len(row)] = torch.frombuffer(bytearray(row), dtype=torch.uint8)
-        rows = [torch.empty(width, dtype=torch.uint8) for _ in range(self.rendezvous.world_size)]
-        self._wait(lambda group: dist.all_gather(rows, mine, group=group, async_op=True), phase)
+        told = (len(row).to_bytes(4, "little") + row).ljust(width, b"\0")
+        mine = torch.frombuffer(bytearray(told), dtype=torch.uint8)
+        rows = [
+            torch.empty(width, dtype=torch.uint8, device="cpu") for _ in range(self.rendezvous.world_size)
+        ]
+        self._wait(lambda group: group.allgather([rows], [mine]), phase)
         blobs = [bytes(one.numpy()) for one in rows]
-        told = [blob[4 : 4 + int.from_bytes(blob[:4], "little")] for blob in blobs]
-        return self._opened(dict(enumerate(told)), phase)
+        sealed = [blob[4 : 4 + int.from_bytes(blob[:4], "little")] for blob in blobs]
+        return self._opened(dict(enumerate(sealed)), phase)
 
     def broadcast(self, blob: bytes, num_bytes: int, source: int, *, phase: str) -> bytes:
         """Give the `num_bytes` of `blob`, which only the rank `source` has to have, to all. Raises PeerError.
@@ -200,10 +214,10 @@ class Comm(Rows):
         Collective: yes, over all transfer ranks.
         """
         mine = self.seal.sealed(blob)
-        buffer = torch.empty(num_bytes + self.seal.num_bytes, dtype=torch.uint8)
+        buffer = torch.empty(num_bytes + self.seal.num_bytes, dtype=torch.uint8, device="cpu")
         if source == self.seat and mine:
             buffer = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
-        self._wait(lambda group: dist.broadcast(buffer, source, group=group, async_op=True), phase)
+        self._wait(lambda group: group.broadcast(buffer, source), phase)
         return self._opened({source: bytes(buffer.numpy())}, phase)[0]
 
     def _opened(self, told: Mapping[int, bytes], phase: str) -> list[bytes]:
@@ -213,14 +227,14 @@ class Comm(Rows):
         if wrong:
             self.abandon()
             raise PeerError(
-                f"{self._me}: what {self.rendezvous.name_seats(wrong)} told in phase {phase!r} does not bear "
+                f"{self.me}: what {self.rendezvous.name_seats(wrong)} told in phase {phase!r} does not bear "
                 "the seal of this session: it was changed on the way"
             )
         return [row for row in rows.values() if row is not None]
 
     def send(self, payload: torch.Tensor, peer: int, *, phase: str) -> None:
         """Send a contiguous uint8 tensor to `peer`, which calls `receive`. Raises PeerError."""
-        self._wait(lambda group: dist.isend(payload, peer, group=group), phase, peer)
+        self._wait(lambda group: group.send([payload], peer, 0), phase, peer)
 
     def receive(self, num_bytes: int, peer: int, *, phase: str) -> torch.Tensor:
         """Receive exactly `num_bytes` from `peer` into a new uint8 tensor. Raises PeerError.
@@ -229,63 +243,53 @@ class Comm(Rows):
 
         `peer` must call `send`.
         """
-        buffer = torch.empty(num_bytes, dtype=torch.uint8)
-        self._wait(lambda group: dist.irecv(buffer, peer, group=group), phase, peer)
+        buffer = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
+        self._wait(lambda group: group.recv([buffer], peer, 0), phase, peer)
         return buffer
 
-    def send_weights(self, tensors: dict[str, torch.Tensor], plan: TransferPlan, *, phase: str) -> None:
-        """AWEX's dense path to the engine ranks of `plan`, which call `receive_weights`. Raises PeerError."""
-        self._dense(lambda group: nccl_build_send_ops(tensors, plan, group, copy_rank=None)[0], (), phase)
+    def send_weights(self, tensors: Weights, plan: TransferPlan, *, phase: str) -> None:
+        """Whole weights to the engine ranks of `plan`, which call `receive_weights`. Raises PeerError."""
+        self._transfer(send_batch, tensors, plan, phase)
 
-    def receive_weights(self, tensors: dict[str, torch.Tensor], plan: TransferPlan, *, phase: str) -> None:
-        """AWEX's dense path, the receiving half: writes into `tensors` in place. Raises PeerError."""
-        copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+    def receive_weights(self, tensors: Weights, plan: TransferPlan, *, phase: str) -> None:
+        """The receiving half of `send_weights`: writes into `tensors` in place. Raises PeerError."""
+        self._transfer(receive_batch, tensors, plan, phase)
 
-        def build(group: dist.ProcessGroup) -> list[dist.P2POp]:
-            ops, pairs, _ = nccl_build_recv_ops(tensors, plan, group)
-            copies.extend(pairs)
-            return list(ops)
-
-        self._dense(build, copies, phase)
-
-    def _dense(
-        self,
-        build: Callable[[dist.ProcessGroup], list[dist.P2POp]],
-        copies: Sequence[tuple[torch.Tensor, torch.Tensor]],
-        phase: str,
-    ) -> None:
+    def _transfer(self, begin: Begin, tensors: Weights, plan: TransferPlan, phase: str) -> None:
         self._mark(phase)
-        ops: list[dist.P2POp] = []
+        widest = max(self.rendezvous.num_engine_ranks, self.rendezvous.num_trainer_ranks)
+        group, works, end = None, list[Any](), None
         try:
-            ops = build(self._usable_group(weights=True))
-            # AWEX itself would wait as long as the group was given to connect.
-            for work in batch_send_recv(send_ops=ops, recv_ops=[], use_group=True, blocking=False):
-                work.wait(self._timeout)
-            if self._device.type != "cpu":
-                torch.accelerator.synchronize(self._device)
-        except RuntimeError as error:
-            work, ops = None, []  # they would keep the sockets open, for as long as somebody keeps the error
+            group = self._weights_group or self._usable_group()
+            for batch in dense_batches(plan, max(1, MAX_OPERATIONS // widest), self._bucket_bytes):
+                if group.supports_coalescing:  # NCCL: one launch for the whole batch
+                    group._start_coalescing()  # noqa: SLF001 - its only name
+                works, end = begin(group, tensors, batch)
+                if group.supports_coalescing:
+                    works = [group._end_coalescing()]  # noqa: SLF001
+                for work in works:
+                    work.wait(self._timeout)
+                if self._device.type != "cpu":
+                    torch.accelerator.synchronize(self._device)
+                end()
+        except Exception as error:
+            group = work = end = None
+            works = []  # they would keep the sockets open, for as long as somebody keeps the error
             raise self._peer_error(phase, None, error) from error
-        for target, received in copies:
-            target.copy_(received)
 
-    def _wait(
-        self, start: Callable[[dist.ProcessGroup], dist.Work | None], phase: str, peer: int | None = None
-    ) -> None:
+    def _wait(self, start: Callable[[Any], Any], phase: str, peer: int | None = None) -> None:
         self._mark(phase)
         try:
             work = start(self._usable_group())
-            if work is not None:
-                work.wait(self._connect_timeout if phase == "connect" else self._timeout)
-        except RuntimeError as error:
+            work.wait(self._connect_timeout if phase == "connect" else self._timeout)
+        except Exception as error:  # whatever torch raises, this group is of no use any more
             work = None  # it would keep the sockets open
             raise self._peer_error(phase, peer, error) from error
 
-    def _usable_group(self, *, weights: bool = False) -> dist.ProcessGroup:
-        group = self._weights_group or self._group if weights else self._group
-        if group is None:
+    def _usable_group(self) -> Any:
+        if self._group is None:
             raise RuntimeError("the group is closed")
-        return group
+        return self._group
 
     def _peer_error(self, phase: str, peer: int | None, error: Exception) -> PeerError:
         late = [rank for rank in range(self.rendezvous.world_size) if not self._reached(rank, phase)]
@@ -296,7 +300,8 @@ class Comm(Rows):
         who = self.rendezvous.name_seats(late) if late else "a peer"
         limit = self._timeout.total_seconds()
         return PeerError(
-            f"{self._me} waited in phase {phase!r} for {who} (limit {limit:g} s): {first_line(error)}"
+            f"{self.me} waited in phase {phase!r} for {who} (limit {limit:g} s): "
+            f"{type(error).__name__}: {first_line(error)}"
         )
 
     def _mark(self, phase: str) -> None:
@@ -318,32 +323,27 @@ class Comm(Rows):
             self._store = BoundedStore(self.rendezvous, self._connect_timeout)
         return self._store
 
-    def _read_epoch(self) -> int:
-        found = self._open_store().swap("epoch", "", "0")
-        if not re.fullmatch("[0-9]{1,18}", found):
-            raise ConnectError(f"{self._me}: the store holds {found[:80]!r} as its epoch: start another one")
-        return int(found)
-
     def _open_epoch_after(self, epoch: int, cause: str) -> None:
-        store = self._open_store()
         phase = self.trace[-1] if self.trace else "connect"
-        store.swap(f"{epoch + 1}/cause", "", f"{cause}\n{self._me} (last in phase {phase!r})")
-        store.swap("epoch", str(epoch), str(epoch + 1))
+        who = f"{self.me} (last in phase {phase!r})"
+        self._open_store().open_epoch(epoch + 1, f"{cause}\n{self.seat}\n{who}")
 
-    def _new_group(self, backend: str, timeout: timedelta) -> dist.ProcessGroup:
-        group: dist.ProcessGroup = init_custom_process_group(
-            backend=backend,
-            store=PrefixStore(f"{self.epoch}/{backend}", self._open_store().raw),
-            world_size=self.rendezvous.world_size,
-            rank=self.seat,
-            group_name=f"{self.rendezvous.name}/{self.epoch}/{backend}",
-            timeout=timeout,
-        )
+    def _new_group(self, kind: str) -> Any:
+        seat, size = self.seat, self.rendezvous.world_size
+        store = PrefixStore(f"{self.epoch}/{kind}", self._open_store().raw)
+        group: Any
+        if kind == "gloo":
+            group = c10d.ProcessGroupGloo(store, seat, size, timeout=self._connect_timeout)
+        else:
+            options = c10d.ProcessGroupNCCL.Options()
+            options._timeout = self._timeout  # noqa: SLF001 - its only name
+            group = c10d.ProcessGroupNCCL(store, seat, size, options)
+        group._set_sequence_number_for_group()  # noqa: SLF001 - as torch does for each group that it makes
         return group
 
     def _leave(self) -> None:
         for group in (self._group, self._weights_group):
             if group is not None:
-                with suppress(RuntimeError):  # closing a broken group may complain; it is gone either way
-                    dist.destroy_process_group(group)
+                with suppress(Exception):  # closing a broken group may complain; it is gone either way
+                    group.shutdown()
         self._group = self._weights_group = None

@@ -75,7 +75,7 @@ def meet(
     """
     specs = _exchange(comm, describe)
     num_engines = comm.rendezvous.num_engine_ranks
-    plan = None
+    plan, cause = None, None
     try:
         world = make_world(specs, num_engines)
         plan = make_plan(world)
@@ -83,9 +83,9 @@ def meet(
         counts = comm.seat < num_engines or not paired
         word = _Word(lines=lines, bytes=plan.dense_bytes if counts else 0)
     except Exception as error:  # noqa: BLE001 - all ranks must hear of it, and raise the same
-        word = _Word(error=type(error).__name__, text=str(error))
+        word, cause = _Word(error=type(error).__name__, text=str(error)), error
     words = _words(comm, word)
-    _raise_first(comm, words)
+    _raise_first(comm, words, cause)
     if plan is None:
         raise LockstepError("this rank has no plan, and nobody was told why")
     return Met(
@@ -100,15 +100,17 @@ def meet(
 
 def _exchange(comm: Comm, describe: Callable[[], Spec]) -> list[Spec]:
     """The descriptions of all ranks; each layout is sent by the first rank that has it."""
+    cause = None
     try:
         mine, layout = dump_spec(describe())
     except Exception as error:  # noqa: BLE001 - all ranks must hear of it, whatever an adapter raises
+        cause = error
         mine, layout = dump_failure(f"{type(error).__name__}: {error}"), b""
     told = [announced(seat, blob) for seat, blob in enumerate(comm.gather_bytes(mine, phase="describe"))]
     place = comm.rendezvous.place
     failed = [f"{place(seat)}: {one}" for seat, one in enumerate(told) if isinstance(one, str)]
     if failed:
-        raise ConnectError("; ".join(failed))
+        raise ConnectError("; ".join(failed)) from cause
     ranks = [one for one in told if isinstance(one, Announced)]
     layouts = {}
     for seat, one in enumerate(ranks):
@@ -133,7 +135,7 @@ def _words(comm: Comm, mine: _Word) -> list[_Word]:
     return found
 
 
-def _raise_first(comm: Comm, words: Sequence[_Word]) -> None:
+def _raise_first(comm: Comm, words: Sequence[_Word], cause: Exception | None) -> None:
     """Raise the error of the first rank that could not plan, the same on all ranks.
 
     Trainer ranks come first: of a fault in what they own, engine ranks see only that elements are missing.
@@ -144,7 +146,8 @@ def _raise_first(comm: Comm, words: Sequence[_Word]) -> None:
         if word.error:
             kind = _CONNECT_ERRORS.get(word.error)
             place = comm.rendezvous.place(seat)
-            raise (kind or ConnectError)(word.text if kind else f"{place}: {word.error}: {word.text}")
+            text = word.text if kind else f"{place}: {word.error}: {word.text}"
+            raise (kind or ConnectError)(text) from cause
 
 
 def _compared(words: Sequence[_Word], num_engines: int) -> Mapping[tuple[int, int, torch.dtype], int]:

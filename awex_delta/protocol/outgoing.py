@@ -7,13 +7,14 @@ from dataclasses import replace
 
 import torch
 
-from awex_delta.conversion.routes import Route
+from awex_delta.conversion.routes import Conversion, Route
+from awex_delta.errors import UnsupportedError
 from awex_delta.lines.boxes import BoxMap
 from awex_delta.lines.changes import Changes
 from awex_delta.lines.ends import LineEnd
-from awex_delta.lines.storages import Storages
+from awex_delta.lines.storages import Storages, unreadable
 from awex_delta.plan.rank import PairKey, Plan
-from awex_delta.trainers.view import TrainerView, trainer_line
+from awex_delta.trainers.view import TrainerView, WeightInfo, trainer_line
 
 
 class Outgoing:
@@ -23,20 +24,26 @@ class Outgoing:
     first read in an update.
 
     Attributes:
+        conversion: of this rank's weights.
         pairs: the lines.
         ends: this rank's end of each of them.
     """
 
-    def __init__(self, view: TrainerView, routes: Mapping[str, Route], plan: Plan) -> None:
+    def __init__(
+        self, view: TrainerView, routes: Mapping[str, Route], plan: Plan, device: torch.device | None = None
+    ) -> None:
         """Make the tables; nothing is read.
 
         Args:
             view: the trainer.
             routes: how each of its weights travels.
             plan: this rank's plan.
+            device: where its weights have to lie; None for where the first `look` finds them.
         """
         self._view = view
-        self._routes = routes
+        self.conversion = Conversion(view, routes)
+        self._device = device
+        self._live: Mapping[str, torch.Tensor] = {}  # as of `look`
         self.pairs = plan.pairs
         self._line = trainer_line(route.info for route in routes.values())
         self._storages: Storages | None = None
@@ -48,9 +55,32 @@ class Outgoing:
         self._maps = {key: maps[pair.digest][0] for key, pair in plan.pairs.items()}
         self.ends: Mapping[PairKey, LineEnd] = {key: maps[pair.digest][1] for key, pair in plan.pairs.items()}
 
+    def look(self) -> None:
+        """Find the live weights and see that they can be read. No element is read.
+
+        Raises:
+            UnsupportedError: names a weight whose storage was freed, or that has another shape, dtype or
+                device than it had.
+        """
+        self.release()
+        live = {key: self._view.tensor(key).detach() for key in self.conversion.routes}
+        device = self._device or next((tensor.device for tensor in live.values()), torch.device("cpu"))
+        for (key, tensor), route in zip(live.items(), self.conversion.routes.values(), strict=True):
+            why = unreadable(tensor) or _changed(tensor, route.info)
+            here = tensor.device
+            if not why and (here.type != device.type or device.index not in (None, here.index)):
+                why = f"it lies on {here}, the weights of this rank on {device}"
+            if why:
+                raise UnsupportedError(
+                    f"{key}: {why}. Remedy: bring offloaded weights back before the update; after replacing "
+                    "parameters make the trainer's view anew"
+                )
+        self._live, self._device = live, device
+
     def release(self) -> None:
-        """Let go of the weights at the end of an update: the next one looks at them anew."""
-        self._storages = None
+        """Let go of the weights, at the end of an update or once they were gathered: look at them anew."""
+        self._live, self._storages = {}, None
+        self.conversion.release()
 
     def changes(self, found: Changes) -> dict[PairKey, Changes]:
         """The changes of every line, with values; the same object for engines of one layout.
@@ -73,19 +103,29 @@ class Outgoing:
 
     def _memory(self) -> Storages:
         if self._storages is None:
-            tensors = [self._view.tensor(key).detach() for key in self._line.names]
-            for key, route in self._routes.items():
+            live = self._live or {key: self._view.tensor(key).detach() for key in self.conversion.routes}
+            tensors = [live[key] for key in self._line.names]
+            for route in self.conversion.routes.values():
                 if route.relocations is None:
-                    converted = self._view.convert(key, self._view.tensor(key).detach())
-                    route.check(converted)
-                    tensors += [tensor.detach() for _, tensor in converted]
+                    tensors += [tensor.detach() for _, tensor in self.conversion.of(route)]
             self._storages = Storages(tensors)
         return self._storages
 
 
+def _changed(tensor: torch.Tensor, info: WeightInfo) -> str:
+    """How a weight differs from what was announced of it; empty if it does not."""
+    if tensor.dtype is info.dtype and tensor.shape == info.shape:
+        return ""
+    return f"it is {tensor.dtype} {tuple(tensor.shape)} now, and was {info.dtype} {info.shape}"
+
+
 def _mapped(table: BoxMap, found: Changes, dtype: torch.dtype) -> Changes:
     pos, pick = table.map(found.pos)
-    value = torch.empty(0) if found.value is None else found.value.index_select(0, pick)
+    value = (
+        torch.empty(0, dtype=torch.float32, device="cpu")
+        if found.value is None
+        else found.value.index_select(0, pick)
+    )
     return Changes(
         pos=pos,
         code=None if found.code is None else found.code.index_select(0, pick),

@@ -76,7 +76,9 @@ def _packed_ahead(
 
 def _send(session: Session, frame: torch.Tensor | None, receiver: int, phase: str) -> None:
     size = 0 if frame is None else frame.numel()
-    session.comm.send(torch.tensor([size]).view(torch.uint8), receiver, phase=phase)
+    session.comm.send(
+        torch.tensor([size], dtype=torch.int64, device="cpu").view(torch.uint8), receiver, phase=phase
+    )
     if frame is not None:
         session.comm.send(frame, receiver, phase=phase)
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
 import torch
 
-from awex_delta.engines.view import EngineTensor, EngineView
-from awex_delta.errors import LayoutError
+from awex_delta.engines.view import Bound, EngineTensor, EngineView
+from awex_delta.errors import ConnectError, UpdateError
 from awex_delta.lines.boxes import BoxMap
 from awex_delta.lines.ends import LineEnd
 from awex_delta.lines.storages import Storages
@@ -23,10 +24,11 @@ from awex_delta.protocol.comm import Comm
 from awex_delta.protocol.ledger import EngineLedger, check_version
 from awex_delta.protocol.pipeline import receive_frames
 from awex_delta.protocol.rendezvous import Rendezvous
+from awex_delta.protocol.replicas import warn_of_drift
 from awex_delta.protocol.session import Session, Stopwatch, in_step
 from awex_delta.protocol.staging import Staging
 from awex_delta.protocol.stats import UpdateStats
-from awex_delta.protocol.verdict import Kind
+from awex_delta.protocol.verdict import Kind, Reason
 from awex_delta.protocol.verify import Scope, Verifier
 from awex_delta.settings.agreed import DeltaSettings
 from awex_delta.wire.context import numba_is_installed
@@ -77,6 +79,8 @@ class Receiver:
         self._comm = Comm(rendezvous, rendezvous.engine_seat(engine_rank), settings, device)
         self._session = Session(self._comm, settings, self._describe, on_phase)
         self._ledger = EngineLedger()
+        self._bound = Bound(view)
+        self._described: dict[str, tuple[Any, ...]] = {}  # what all ranks know of the tensors
         self._targets: dict[str, torch.Tensor] = {}  # in the order of the engine's line
         self._storages: Storages | None = None
         self._ends: dict[PairKey, LineEnd] = {}
@@ -118,7 +122,8 @@ class Receiver:
 
         Collective: yes, over all transfer ranks.
         """
-        self._session.ensure_connected("connect")
+        with in_step(self._comm, ConnectError):
+            self._session.ensure_connected("connect")
 
     def update_weights(self, version: int) -> UpdateStats:
         """Take part in one update; the counterpart of `Sender.update_weights`.
@@ -132,8 +137,9 @@ class Receiver:
         Raises:
             ConfigError: `version` is not an int of at least 0.
             ConnectError: ranks are missing, or do not fit.
-            UpdateError: the update did not commit. `ready` tells whether the weights are still the
-                version before; if a write had begun, they are not served until a full sync.
+            UpdateError: the update did not commit, or the view could not publish it. `ready` tells whether
+                the weights are still the version before; if a write had begun, they are not served until a
+                full sync.
 
         Collective: yes, over all transfer ranks.
         """
@@ -144,29 +150,34 @@ class Receiver:
             watch.lap("connect")
             decision = self._session.propose(self._proposal(version))
             watch.lap("propose")
-            self._look_at_weights()
+            _, failure = self._session.attempt(None, self._make_tables)
             verifier = Verifier(self._session, decision, watch)
             if decision.verdict.kind is Kind.DELTA:
-                num_bytes, num_elements, failure = self._receive_delta(decision, watch, verifier)
+                num_bytes, num_elements, failure = self._receive_delta(decision, watch, verifier, failure)
             else:
-                num_bytes, num_elements, failure = self._receive_full(watch, verifier)
-            facts = self._session.agree("apply", failure or verifier.failure, applied=num_elements)
+                num_bytes, num_elements, failure = self._receive_full(watch, verifier, failure)
+            _, moved = self._session.attempt(None, self._bound.require_unmoved)
+            failure = failure or verifier.failure or moved
+            facts = self._session.agree("apply", failure, applied=num_elements)
             check_arrived(facts)
             watch.lap("apply")
+            warn_of_drift(self._session, version, facts, {}, {})  # the trainers tell among themselves
             verifier.agree()
+        # All ranks have committed: nothing from here on may fail, but for what publishes.
         self._commit(decision)
         mine = {"bytes": num_bytes, "elements": num_elements}
         stats = self._session.stats(
             decision, facts, mine=mine, verified=verifier.scope.value, seconds=watch.seconds
         )
-        logger.log(
-            logging.INFO if self._rank == 0 else logging.DEBUG,
-            "version %d: %s; received %d bytes in %.3f s",
-            version,
-            decision.verdict,
-            num_bytes,
-            sum(stats.seconds.values()),
-        )
+        with suppress(Exception):  # a log handler of the caller's
+            logger.log(
+                logging.INFO if self._rank == 0 else logging.DEBUG,
+                "version %d: %s; received %d bytes in %.3f s",
+                version,
+                decision.verdict,
+                num_bytes,
+                sum(stats.seconds.values()),
+            )
         return stats
 
     def close(self) -> None:
@@ -174,15 +185,10 @@ class Receiver:
         self._comm.close()
 
     def _describe(self, agreed: Mapping[str, Any]) -> EngineSpec:
-        tensors = self._view.tensors()
-        for once, again in zip(tensors, self._view.tensors(), strict=True):
-            if once.view.data_ptr() != again.view.data_ptr():
-                raise LayoutError(
-                    f"{once.name}: tensors() of engine {self._engine!r} gives copies, which the engine would "
-                    "never read; give views of the live weights"
-                )
-        tensors = _by_storage(tensors)
+        self._bound.look()
+        tensors = _by_storage(self._bound.parts)
         self._targets = {tensor.name: tensor.view for tensor in tensors if tensor.tied_to is None}
+        self._described = self._bound.looks()
         self._storages = None
         self._ends = {}
         return EngineSpec(
@@ -200,11 +206,15 @@ class Receiver:
             ),
         )
 
-    def _look_at_weights(self) -> None:
-        """Look where the memory of live tensors is now; after connecting, make the tables of all lines."""
-        targets = list(self._targets.values())
-        if self._storages is None or not self._storages.hold(targets):
-            self._storages = Storages(targets)
+    def _look(self) -> None:
+        """Bind what the engine computes with now. The order of the line stays, until ranks meet anew."""
+        if self._bound.look():
+            views = {tensor.name: tensor.view for tensor in self._bound.parts}
+            self._targets = {name: views[name] for name in self._targets if name in views}
+            self._storages = None
+
+    def _make_tables(self) -> None:
+        """After the ranks met, make the tables of all lines."""
         if not self._ends:
             pairs = self._session.met.plan.pairs
             self._ends = {key: LineEnd(pair.stored, self._memory, pair.dtype) for key, pair in pairs.items()}
@@ -215,16 +225,31 @@ class Receiver:
         return self._storages
 
     def _proposal(self, version: int) -> Proposal:
+        _, failure = self._session.attempt(None, self._look)
+        moved = self._bound.moved
+        if failure or moved:  # no version any more, whatever lies there
+            self._ledger = EngineLedger(dirty=self._ledger.dirty)
         held = self._ledger
         return Proposal(
-            role="engine", version=version, run_id=held.run_id, held=held.version, dirty=held.dirty
+            role="engine",
+            version=version,
+            run_id=held.run_id,
+            held=held.version,
+            dirty=held.dirty,
+            reason=Reason.ENGINE_MOVED if moved else Reason.NONE,
+            detail=moved,
+            failure=failure,
+            anew=bool(moved) and self._bound.looks() != self._described,
         )
 
     def _receive_delta(
-        self, decision: Decision, watch: Stopwatch, verifier: Verifier
+        self, decision: Decision, watch: Stopwatch, verifier: Verifier, failure: str
     ) -> tuple[int, int, str]:
-        """Stage every frame, agree, then write. Nothing is written before all ranks have staged."""
-        self._session.agree("encode", "")
+        """Stage every frame, agree, then write. Nothing is written before all ranks have staged.
+
+        failure: why this rank cannot go on, if something has failed on it already.
+        """
+        self._session.agree("encode", failure)
         watch.lap("encode")
         staging = Staging(self._session, decision, self._ends, self._names)
         num_bytes, failure = 0, ""
@@ -261,10 +286,10 @@ class Receiver:
         names = engine_line(self._session.met.world.engines[self._rank].layout).names_at(there)
         return ", ".join(names[:_MAX_NAMED]) + (", ..." if len(names) > _MAX_NAMED else "")
 
-    def _receive_full(self, watch: Stopwatch, verifier: Verifier) -> tuple[int, int, str]:
-        """AWEX's dense path writes in place, so the engine is dirty from here to the commit."""
-        _, failure = self._session.attempt("prepare", lambda: None)
-        self._session.agree("prepare", failure)
+    def _receive_full(self, watch: Stopwatch, verifier: Verifier, failure: str) -> tuple[int, int, str]:
+        """A full sync writes in place, so the engine is dirty from here to the commit."""
+        _, here = self._session.attempt("prepare", lambda: None)
+        self._session.agree("prepare", failure or here)
         watch.lap("prepare")
         self._ledger = self._ledger.touch()
         plan = self._session.met.plan.dense
@@ -277,11 +302,16 @@ class Receiver:
         return *dense_volume(plan), failure
 
     def _commit(self, decision: Decision) -> None:
-        self._ledger = self._ledger.commit(decision.run_id, decision.version)
+        self._ledger, self._bound.moved = self._ledger.commit(decision.run_id, decision.version), ""
         try:
             self._view.committed(decision.version)
-        except BaseException:
+        except BaseException as error:
             self._ledger = self._ledger.touch()  # caches may be stale: not ready until a full sync
+            if isinstance(error, Exception):
+                raise UpdateError(
+                    f"version {decision.version} was committed, but {self._comm.me} could not publish it and "
+                    f"is not ready; the next update is a full sync: {type(error).__name__}: {error}"
+                ) from error
             raise
 
 

@@ -32,10 +32,6 @@ class Rows(ABC):
         Collective: yes, over all transfer ranks.
         """
 
-    def barrier(self, phase: str) -> None:
-        """Wait until every rank is here. Raises PeerError. Collective: yes, over all transfer ranks."""
-        self.gather(b"", width=8, phase=phase)
-
     def gather_bytes(self, blob: bytes, *, phase: str) -> list[bytes]:
         """As `gather`, of any length: sizes first, then the bytes. Raises ConnectError beyond `MAX_BYTES`.
 

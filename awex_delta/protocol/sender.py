@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from functools import partial
 
 import torch
 
-from awex_delta.conversion.routes import convert_all
 from awex_delta.detection.slices import Detection
+from awex_delta.errors import WeightsAwayError
 from awex_delta.lines.changes import Changes
 from awex_delta.lines.ends import LineEnd
 from awex_delta.observe.runlog.tally import count_parts
@@ -21,6 +21,7 @@ from awex_delta.protocol.ledger import check_version
 from awex_delta.protocol.outgoing import Outgoing
 from awex_delta.protocol.pipeline import Pack, send_frames
 from awex_delta.protocol.rendezvous import Rendezvous
+from awex_delta.protocol.replicas import parity, warn_of_drift
 from awex_delta.protocol.session import Stopwatch, in_step
 from awex_delta.protocol.stats import PartCount, UpdateStats
 from awex_delta.protocol.trainer_end import TrainerEnd
@@ -77,7 +78,8 @@ class Sender(TrainerEnd):
         """
         rendezvous.require_both_sides()
         super().__init__(view, rendezvous, trainer_rank, settings, on_phase=on_phase, device=device)
-        self._changed_by_key: dict[str, int] | None = None  # of the last committed delta
+        self._changed_by_key: Mapping[str, int] | None = None  # of the last committed delta
+        self._sums: Mapping[str, int] = {}  # in a full sync, digests of what other ranks hold copies of
         self._unexpected_full = 0
         self._bytes_per_second: float | None = None  # of the last transfer that was large enough to tell
 
@@ -114,6 +116,8 @@ class Sender(TrainerEnd):
         Raises:
             ConfigError: `version` is not an int of at least 0.
             ConnectError: ranks are missing, or do not fit.
+            WeightsAwayError: live weights of a trainer rank were freed, moved or replaced; nothing was
+                begun. Bring them back and call again.
             UpdateError: the update did not commit anywhere that this rank knows of; the next one is
                 full. Call again with any version.
 
@@ -125,25 +129,24 @@ class Sender(TrainerEnd):
             with in_step(self._comm):
                 outgoing = self._join(f"version {version}")
                 watch.lap("connect")
-                detection = self._detect(version)
-                watch.lap("detect")
-                decision = self._session.propose(self._proposal(version, detection))
-                watch.lap("propose")
-                with ExitStack() as held:
-                    held.callback(outgoing.release)
-                    release = partial(held.enter_context, self._view.transfer())
-                    _, failure = self._session.attempt("release", release)
-                    stats = self._send(decision, detection, outgoing, watch, failure)
-            self._view.committed()
+                try:
+                    detection, decision = self._propose(version, outgoing, watch)
+                    outgoing = self._bind()  # an engine may have described itself anew
+                    stats, counts = self._send(decision, detection, outgoing, watch)
+                finally:
+                    outgoing.release()
+        except WeightsAwayError:
+            raise  # nothing was begun, so that what is known of the engines stays true
         except BaseException:
             self._ledger = self._ledger.abort()
             raise
+        # All ranks have committed: nothing from here on calls what is not ours.
         self._ledger = self._ledger.commit(version, decision.verdict.kind)
-        is_delta = decision.verdict.kind is Kind.DELTA
-        self._changed_by_key = outgoing.counts(detection.changes) if is_delta else None
+        self._changed_by_key = counts if decision.verdict.kind is Kind.DELTA else None
         if stats.wire_bytes >= MIN_SAMPLE_BYTES:
             self._bytes_per_second = stats.wire_bytes / max(stats.seconds["transfer"], 1e-6)
-        self._report(stats)
+        with suppress(Exception):  # a log handler of the caller's
+            self._report(stats)
         return stats
 
     def close(self) -> None:
@@ -151,33 +154,46 @@ class Sender(TrainerEnd):
         self._comm.close()
 
     def _send(
-        self,
-        decision: Decision,
-        detection: Detection,
-        outgoing: Outgoing,
-        watch: Stopwatch,
-        failure: str,
-    ) -> UpdateStats:
-        """This rank's half of the update, up to the last agreement.
+        self, decision: Decision, detection: Detection, outgoing: Outgoing, watch: Stopwatch
+    ) -> tuple[UpdateStats, Mapping[str, int]]:
+        """This rank's half of the update, up to the last agreement; and elements that changed, by key."""
+        verifier, held = Verifier(self._session, decision, watch), ExitStack()
+        _, failure = self._session.attempt("release", lambda: held.enter_context(self._view.transfer()))
+        try:
+            if decision.verdict.kind is Kind.DELTA:
+                work = decision, detection, outgoing, watch, verifier
+                num_bytes, num_elements = self._send_delta(*work, failure)
+                self._sums = {}
+            else:
+                detection = Detection()
+                num_bytes, num_elements = self._send_full(outgoing, watch, verifier, failure)
+        except BaseException as error:
+            _, failure = self._session.attempt(None, held.close)
+            if failure:
+                error.add_note(f"{self._comm.me} could not end the transfer either: {failure}")
+            raise
 
-        failure: why this rank cannot go on, if something has failed on it already.
-        """
-        verifier = Verifier(self._session, decision, watch)
-        if decision.verdict.kind is Kind.DELTA:
-            work = decision, detection, outgoing, watch, verifier
-            num_bytes, num_elements = self._send_delta(*work, failure)
-        else:
-            detection = Detection()
-            num_bytes, num_elements = self._send_full(outgoing, watch, verifier, failure)
+        def settle() -> Mapping[str, int]:
+            held.close()
+            # Before all agree, because it may fail. If they do not, the next update is full in any case.
+            self._view.committed()
+            return outgoing.counts(detection.changes)
+
+        counts, failure = self._session.attempt(None, settle)
         mine = {"bytes": num_bytes, "changed": detection.num_changed, "owned": detection.num_owned}
-        facts = self._session.agree("apply", verifier.failure, sent=num_elements, **mine)
+        copies, sums = self._session.met.plan.copies, self._sums
+        told = parity(self._rank, copies, sums)
+        failure = verifier.failure or failure
+        facts = self._session.agree("apply", failure, sent=num_elements, parity=told, **mine)
         check_arrived(facts)
         watch.lap("apply")
+        warn_of_drift(self._session, decision.version, facts, copies, sums)
         verifier.agree()
         mine["elements"] = num_elements
-        return self._session.stats(
+        stats = self._session.stats(
             decision, facts, mine=mine, verified=verifier.scope.value, seconds=watch.seconds
         )
+        return stats, counts or {}
 
     def _send_delta(
         self,
@@ -189,8 +205,9 @@ class Sender(TrainerEnd):
         failure: str,
     ) -> tuple[int, int]:
         if self._shares_whole:
-            _, late = self._session.attempt(None, self._view.gather_params)
-            failure = failure or late
+            failure = self._gather(outgoing) or failure
+        _, late = self._session.attempt(None, outgoing.conversion.convert_together)
+        failure = failure or late
         work = partial(self._pack, decision, detection, outgoing, watch, verifier)
         packed, here = self._session.attempt("encode", work)
         self._session.agree("encode", failure or here or verifier.failure)
@@ -247,13 +264,15 @@ class Sender(TrainerEnd):
     def _send_full(
         self, outgoing: Outgoing, watch: Stopwatch, verifier: Verifier, failure: str
     ) -> tuple[int, int]:
-        _, late = self._session.attempt(None, self._view.gather_params)
-        tensors, here = self._session.attempt("prepare", lambda: convert_all(self._view, self._routes))
-        self._session.agree("prepare", failure or late or here)
+        late = self._gather(outgoing)
+        _, later = self._session.attempt(None, outgoing.conversion.convert_together)
+        tensors, here = self._session.attempt("prepare", outgoing.conversion.all)
+        self._session.agree("prepare", failure or late or later or here)
         watch.lap("prepare")
         plan = self._session.met.plan.dense
         self._comm.send_weights(tensors or {}, plan, phase="send weights")
         watch.lap("transfer")
+        self._sums = verifier.copies(self._session.met.plan.copies, tensors or {})
         del tensors
         self._verify_all(outgoing, verifier)
         return dense_volume(plan)
@@ -286,7 +305,7 @@ def _sent(
     for bucket in buckets:
         if bucket.whole:
             for start, values in blocks(end.read, bucket.span):
-                yield torch.arange(start, start + values.numel()), values
+                yield torch.arange(start, start + values.numel(), device="cpu"), values
         elif changes.value is not None:
             here = slice(bucket.first, bucket.last)
             yield changes.pos[here], changes.value[here]

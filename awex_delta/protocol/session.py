@@ -17,7 +17,14 @@ from typing import Any, TypeVar
 import torch
 from pydantic import TypeAdapter, ValidationError
 
-from awex_delta.errors import LockstepError, UpdateAborted, UpdateError
+from awex_delta.errors import (
+    AwexDeltaError,
+    ConnectError,
+    LockstepError,
+    UpdateAborted,
+    UpdateError,
+    WeightsAwayError,
+)
 from awex_delta.garbage import uncollected
 from awex_delta.plan.describe import Spec, dtype_name
 from awex_delta.plan.pairs import Pair
@@ -50,19 +57,34 @@ def _clip(text: str) -> str:
 
 
 @contextmanager
-def in_step(comm: Comm) -> Iterator[None]:
-    """Leave the epoch when anything but an agreed failure ends an update here.
+def in_step(comm: Comm, kind: type[AwexDeltaError] = UpdateError) -> Iterator[None]:
+    """Around all that a rank does in an update, or to connect.
 
-    The peers, who do not know of it, then hear at once, and never take this rank's next message for the one
-    that they wait for.
+    The epoch is left when anything but an agreed failure ends it. The peers, who do not know of it, then hear
+    at once, and never take this rank's next message for the one that they wait for. Inference mode is left:
+    what is kept for later could not be written outside of it.
+
+    Raises:
+        ConnectError, UpdateError: as they come.
+        kind: from any other exception, which is its cause. What is no `Exception` stays what it is.
     """
     try:
-        yield
+        with torch.inference_mode(mode=False), torch.no_grad():
+            yield
     except UpdateError:
         raise
+    except Exception as error:
+        comm.abandon()
+        if isinstance(error, ConnectError):
+            raise
+        raise kind(f"{comm.me}: {_named(error)}") from error
     except BaseException:
         comm.abandon()
         raise
+
+
+def _named(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 class Stopwatch:
@@ -123,6 +145,7 @@ class Session:
         self._plan = plan or (lambda world: plan_rank(world, comm.seat))
         self._is_paired = plan is None
         self._version = 0
+        self._causes: dict[str, Exception] = {}  # by the text that tells others of it
 
     def ensure_connected(self, purpose: str) -> bool:
         """Meet all ranks in the current epoch, and agree on the plan. True when it had to be done.
@@ -139,53 +162,55 @@ class Session:
         if self.comm.begin(purpose):
             return False
         self.comm.connect()
-        try:
-            self.met = meet(
-                self.comm, lambda: self._describe(self._agreed()), self._plan, paired=self._is_paired
-            )
-            # Unverified, what reads drifted weights could write beside what changed: not of its own accord.
-            context = self.met.context and self.settings.verify != "off"
-            self.codecs = codecs_for(self.settings.encoding, context=context)
-        except BaseException:  # half connected is not connected, and the peers hear of it at once
-            self.comm.abandon()
-            raise
+        self._meet()
         return True
 
     def propose(self, proposal: Proposal) -> Decision:
         """Tell all ranks what this rank holds and doubts, and conclude together.
 
+        If a rank has to describe itself anew, all meet anew: `met` is another object afterwards.
+
         Raises:
+            WeightsAwayError: names the ranks whose weights are not there, and what they say of them.
             LockstepError: see `decide`.
+            UpdateAborted: names the ranks that cannot take part, and why.
+            ConnectError: as one describes itself now, the two sides do not fit together. Nothing moved.
             PeerError: a rank did not answer.
 
         Collective: yes, over all transfer ranks.
         """
         self._version = proposal.version
-        mine = replace(proposal, detail=_clip(proposal.detail))
-        return decide(self._rows(_PROPOSAL, mine, "propose"), [codec.name for codec in self.codecs])
+        mine = replace(proposal, detail=_clip(proposal.detail), failure=_clip(proposal.failure))
+        rows = self._rows(_PROPOSAL, mine, "propose")
+        decision = decide(rows, [codec.name for codec in self.codecs])
+        self._raise_failed("propose", [row.failure for row in rows], proposal.failure, WeightsAwayError)
+        if any(row.anew for row in rows):
+            self._meet()
+        return decision
 
     def attempt(self, phase: str | None, work: Callable[[], Value]) -> tuple[Value | None, str]:
         """Run rank-local work of a phase, and turn a failure into a text for the next agreement.
 
         If `phase` is None, `on_phase` is not called. That is for `work` with a collective of the training
         framework, which no rank may miss because its `on_phase` raised. An update that failed already (a
-        peer is gone) is not local: its error passes through.
+        peer is gone, and the epoch was left) is not local: its error passes through.
         """
         try:
             if phase is not None:
                 self._on_phase(phase)
             with uncollected():
                 return work(), ""
-        except UpdateError:
-            raise
-        except Exception as error:  # noqa: BLE001 - the phase boundary: every rank must learn of it
-            return None, f"{type(error).__name__}: {error}"
+        except Exception as error:
+            if isinstance(error, UpdateError) and not self.comm.is_connected:
+                raise
+            self._causes[_named(error)] = error
+            return None, _named(error)
 
     def agree(self, phase: str, failure: str, **facts: int) -> list[dict[str, int]]:
         """End a phase: raise on every rank if it failed on any, else return every rank's facts.
 
         Raises:
-            UpdateAborted: names the ranks that failed, and why.
+            UpdateAborted: names the ranks that failed, and why; its cause is what was raised on this rank.
             LockstepError: a rank ended another phase, or another version.
             PeerError: a rank did not answer.
 
@@ -196,13 +221,8 @@ class Session:
         if {(row.phase, row.version) for row in rows} != {(phase, self._version)}:
             places = [(seat, row.phase, row.version) for seat, row in enumerate(rows)]
             raise LockstepError(f"ranks are in different phases (seat, phase, version): {places}")
-        failed = {seat: row.failure for seat, row in enumerate(rows) if row.failure}
-        if failed:
-            place = self.comm.rendezvous.place
-            raise UpdateAborted(
-                f"version {self._version} was given up in phase {phase!r}: "
-                + "; ".join(f"{place(seat)}: {text}" for seat, text in failed.items())
-            )
+        self._raise_failed(phase, [row.failure for row in rows], failure)
+        self._causes.clear()  # an error keeps the memory of what raised it
         return [row.facts for row in rows]
 
     def exchange_counts(self, dtype: torch.dtype, counts: Mapping[int, int]) -> list[list[int]]:
@@ -283,6 +303,28 @@ class Session:
             verified=verified,
             seconds=seconds,
         )
+
+    def _meet(self) -> None:
+        """Describe, plan and compare. Collective: yes, over all transfer ranks."""
+        try:
+            self.met = meet(
+                self.comm, lambda: self._describe(self._agreed()), self._plan, paired=self._is_paired
+            )
+        except BaseException:  # half connected is not connected, and the peers hear of it at once
+            self.comm.abandon()
+            raise
+        # Unverified, what reads drifted weights could write beside what changed: not of its own accord.
+        context = self.met.context and self.settings.verify != "off"
+        self.codecs = codecs_for(self.settings.encoding, context=context)
+
+    def _raise_failed(
+        self, phase: str, failures: Sequence[str], mine: str, kind: type[UpdateAborted] = UpdateAborted
+    ) -> None:
+        """Raise `kind` on every rank, if a phase failed on any: by seat, why. mine: of this rank."""
+        place = self.comm.rendezvous.place
+        if failed := [f"{place(seat)}: {text}" for seat, text in enumerate(failures) if text]:
+            text = f"version {self._version} was given up in phase {phase!r}: {'; '.join(failed)}"
+            raise kind(text) from self._causes.get(mine)
 
     def _rows(self, rows: TypeAdapter[Value], mine: Value, phase: str) -> list[Value]:
         """Give this rank's row to all and get theirs. Raises LockstepError for a row of another kind."""

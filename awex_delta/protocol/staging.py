@@ -35,7 +35,7 @@ class _Staged:
             value = self.value[first : first + _PIECE]
             start = self.start + first
             pos = (
-                torch.arange(start, start + value.numel())
+                torch.arange(start, start + value.numel(), device="cpu")
                 if self.pos is None
                 else self.pos[first : first + _PIECE]
             )
@@ -132,7 +132,8 @@ class Staging:
         self.has_drifted = True
         raise DriftError(
             f"live weights are not those of version {self._decision.base} any more, in one or more of: "
-            f"{self._name(pair, changes.pos)}. Something else wrote to them; the next update is a full sync"
+            f"{self._name(pair, changes.pos)}. Something else wrote to them, or the trainer did not step as "
+            f"it recorded; the next update is a full sync"
         )
 
 
@@ -144,6 +145,6 @@ def _settled(end: LineEnd, changes: Changes, frame: torch.Tensor) -> _Staged:
 def _own(value: torch.Tensor | None, frame: torch.Tensor) -> torch.Tensor:
     """Values in memory of their own, so that the frame can go."""
     if value is None:
-        return torch.empty(0)
+        return torch.empty(0, dtype=torch.float32, device="cpu")
     shares = value.untyped_storage().data_ptr() == frame.untyped_storage().data_ptr()
     return value.clone() if shares else value

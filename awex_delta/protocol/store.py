@@ -7,6 +7,7 @@ the host is gone.
 from __future__ import annotations
 
 import queue
+import re
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -14,7 +15,7 @@ from typing import TypeVar
 
 from torch._C._distributed_c10d import Store
 
-from awex_delta.errors import PeerError
+from awex_delta.errors import ConnectError, PeerError
 from awex_delta.protocol.rendezvous import Rendezvous, first_line
 
 Value = TypeVar("Value")
@@ -47,7 +48,7 @@ class BoundedStore:
         """Set `key`, without waiting: torch's client reads no answer to this."""
         try:
             self.raw.set(key, value)
-        except RuntimeError as error:
+        except Exception as error:
             self.broken = True
             raise PeerError(f"{self._where} went away: {first_line(error)}") from error
 
@@ -55,6 +56,18 @@ class BoundedStore:
         """What `key` holds; None when it is absent."""
         found = self._call(lambda: self.raw.get(key) if self.raw.check([key]) else None)
         return None if found is None else found.decode(errors="replace")
+
+    def epoch(self) -> int:
+        """The current epoch. Raises ConnectError if the store holds none."""
+        found = self.swap("epoch", "", "0")
+        if not re.fullmatch("[0-9]{1,18}", found):
+            raise ConnectError(f"{self._where} holds {found[:80]!r} as its epoch: start another one")
+        return int(found)
+
+    def open_epoch(self, epoch: int, cause: str) -> None:
+        """Move on to `epoch`, unless another rank was faster, and tell why."""
+        self.swap(f"{epoch}/cause", "", cause)
+        self.swap("epoch", str(epoch - 1), str(epoch))
 
     def drop(self, key: str) -> None:
         """Forget `key`."""
@@ -75,9 +88,9 @@ class BoundedStore:
         except queue.Empty:
             self.broken = True
             raise PeerError(f"{self._where} did not answer within {self._timeout:g} s") from None
-        if isinstance(error, RuntimeError):
+        if isinstance(error, ConnectError):
+            raise error
+        if error is not None:  # whatever torch raises
             self.broken = True
             raise PeerError(f"{self._where} went away: {first_line(error)}") from error
-        if error is not None:
-            raise error
         return value  # type: ignore[return-value]

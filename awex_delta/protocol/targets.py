@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter, ValidationError
 
 from awex_delta.errors import AwexDeltaError, ConfigError, LockstepError, UpdateAborted
 from awex_delta.protocol.comm import Comm
@@ -29,6 +31,22 @@ class TargetsUpdate:
 
     committed: Mapping[str, UpdateStats]
     failed: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Begin:
+    """What a trainer rank says first.
+
+    order: targets and versions. absent: by target, why rank 0 passes it over, empty if it does not.
+    refused: why this rank cannot begin.
+    """
+
+    order: list[tuple[str, int]]
+    absent: dict[str, str]
+    refused: str
+
+
+_BEGIN = TypeAdapter(_Begin)
 
 
 class Targets:
@@ -141,8 +159,9 @@ class Targets:
         """Leave a group of engines, which keep what they hold. On every trainer rank."""
         self[name].close()
         del self._senders[name]
-        if name in self._forks:
-            self._forks.pop(name).detach()
+        fork = self._forks.pop(name, None)
+        if fork is not None:
+            fork.detach()
 
     def __getitem__(self, name: str) -> Sender:
         """The sender of one target. Raises ConfigError."""
@@ -196,10 +215,11 @@ class Targets:
         return TargetsUpdate(committed=committed, failed=failed)
 
     def close(self) -> None:
-        """Leave all targets."""
-        for name in tuple(self):
-            self.remove(name)
-        self._meeting.close()
+        """Leave all targets, whatever a view raises as it is detached."""
+        with ExitStack() as left:
+            left.callback(self._meeting.close)
+            for name in self:
+                left.callback(self.remove, name)
 
     def _order(self, versions: Mapping[str, int]) -> tuple[list[tuple[str, int]], Exception | None]:
         """Targets and versions in the order in which they are served, or why this rank cannot begin."""
@@ -215,19 +235,23 @@ class Targets:
         """Agree on what to do. Returns the targets to pass over, and why, as rank 0 sees it."""
         if not self._meeting.begin(f"targets {order}"):
             self._meeting.connect()
-        mine = {
-            "order": order,
-            "absent": {name: self._absence(name) for name, _ in order} if self._rank == 0 else {},
-            "refused": "" if refused is None else f"{type(refused).__name__}: {refused}",
-        }
-        rows = self._meeting.gather_json(mine, phase="targets")
-        said = _said(row["refused"] for row in rows)
-        if said:
-            raise UpdateAborted(f"no target was begun: {said}")
-        orders = [row["order"] for row in rows]
+        mine = _Begin(
+            order=order,
+            absent={name: self._absence(name) for name, _ in order} if self._rank == 0 else {},
+            refused="" if refused is None else f"{type(refused).__name__}: {refused}",
+        )
+        try:
+            said = self._meeting.gather_json(asdict(mine), phase="targets")
+            rows = [_BEGIN.validate_python(row) for row in said]
+        except ValidationError as error:
+            raise LockstepError(f"trainer ranks do not all run the same release: {error}") from error
+        refusals = _said(row.refused for row in rows)
+        if refusals:
+            raise UpdateAborted(f"no target was begun: {refusals}")
+        orders = [row.order for row in rows]
         if any(order != orders[0] for order in orders):
             raise LockstepError(f"trainer ranks were given different targets or versions: {orders}")
-        return {name: why for name, why in rows[0]["absent"].items() if why}
+        return {name: why for name, why in rows[0].absent.items() if why}
 
     def _absence(self, name: str) -> str:
         """Why a target cannot be served now; empty where it can, or was never tried."""

@@ -11,15 +11,16 @@ import torch
 
 from awex_delta.conversion.routes import Route, find_routes
 from awex_delta.detection.slices import Detection
+from awex_delta.errors import ConnectError
 from awex_delta.plan.describe import TrainerColumns, TrainerSpec, dtype_name
 from awex_delta.plan.rank import Plan
 from awex_delta.plan.world import World
-from awex_delta.protocol.agreement import Proposal
+from awex_delta.protocol.agreement import Decision, Proposal
 from awex_delta.protocol.comm import Comm
 from awex_delta.protocol.ledger import TrainerLedger
 from awex_delta.protocol.outgoing import Outgoing
 from awex_delta.protocol.rendezvous import Rendezvous
-from awex_delta.protocol.session import Session
+from awex_delta.protocol.session import Session, Stopwatch, in_step
 from awex_delta.protocol.verdict import Reason
 from awex_delta.settings.agreed import DeltaSettings
 from awex_delta.trainers.view import TrainerView
@@ -55,6 +56,7 @@ class TrainerEnd:
             ConfigError: a rank, the world size or the encoding is not allowed.
         """
         self._view = view
+        self._device = device
         self._rank = trainer_rank
         self._settings = settings
         self._comm = Comm(rendezvous, rendezvous.trainer_seat(trainer_rank), settings, device)
@@ -81,10 +83,15 @@ class TrainerEnd:
 
     def _join(self, purpose: str) -> Outgoing:
         """Meet the other ranks if that is due. Returns the lines that this rank sends."""
-        if not self._session.ensure_connected(purpose) and self._outgoing is not None:
-            return self._outgoing
-        self._outgoing = None  # should anything below fail, the next call makes it anew
+        with in_step(self._comm, ConnectError):
+            self._session.ensure_connected(purpose)
+            return self._bind()
+
+    def _bind(self) -> Outgoing:
+        """The lines that this rank sends by what all ranks agreed on last."""
         met = self._session.met
+        if self._outgoing is not None and self._outgoing.pairs is met.plan.pairs:
+            return self._outgoing
         if met.world.run_id != self._ledger.run_id:  # rank 0 names the run
             self._ledger = TrainerLedger(run_id=met.world.run_id)
         self._shares_whole = any(
@@ -94,8 +101,28 @@ class TrainerEnd:
                 trainer.layout.params.tolist(), trainer.layout.sparse.tolist(), strict=True
             )
         )
-        self._outgoing = Outgoing(self._view, self._routes, met.plan)
+        self._outgoing = Outgoing(self._view, self._routes, met.plan, self._device)
         return self._outgoing
+
+    def _propose(self, version: int, outgoing: Outgoing, watch: Stopwatch) -> tuple[Detection, Decision]:
+        """Look at the live weights, find what changed, and conclude with all ranks what to do.
+
+        Raises:
+            WeightsAwayError: weights of a rank cannot be read. Nothing was read of any rank's either.
+            LockstepError, PeerError: see `Session.propose`.
+        """
+        _, failure = self._session.attempt(None, outgoing.look)
+        detection = Detection() if failure else self._detect(version)
+        watch.lap("detect")
+        decision = self._session.propose(self._proposal(version, detection, failure))
+        watch.lap("propose")
+        return detection, decision
+
+    def _gather(self, outgoing: Outgoing) -> str:
+        """Make all local weights current. Returns why that failed. Collective among the trainers."""
+        _, failure = self._session.attempt(None, self._view.gather_params)
+        outgoing.release()
+        return failure
 
     def _detect(self, version: int) -> Detection:
         """What changed, or this rank's reason for a full sync. Never raises for a local cause."""
@@ -107,7 +134,7 @@ class TrainerEnd:
         detection, failure = self._session.attempt("detect", self._view.detect)
         return detection or Detection(reason=Reason.DETECTION_FAILED, detail=failure)
 
-    def _proposal(self, version: int, detection: Detection) -> Proposal:
+    def _proposal(self, version: int, detection: Detection, failure: str) -> Proposal:
         return Proposal(
             role="trainer",
             version=version,
@@ -117,11 +144,12 @@ class TrainerEnd:
             detail=detection.detail,
             changed=detection.num_changed,
             owned=detection.num_owned,
+            failure=failure,
         )
 
     def _describe(self, agreed: Mapping[str, Any]) -> TrainerSpec:
         if not self._routes:
-            self._routes = find_routes(self._view)
+            self._routes = find_routes(self._view, self._rank)
         layout, infos = self._view.layout(), [route.info for route in self._routes.values()]
         return TrainerSpec(
             rank=self._rank,

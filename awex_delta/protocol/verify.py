@@ -9,8 +9,9 @@ are equal. Sums by tensor are taken only after a mismatch, to name it. Nothing i
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from enum import StrEnum
+from typing import Any
 
 import torch
 
@@ -21,7 +22,15 @@ from awex_delta.protocol.agreement import Decision
 from awex_delta.protocol.session import Session, Stopwatch
 from awex_delta.protocol.verdict import Kind
 from awex_delta.settings.agreed import DeltaSettings
-from awex_delta.wire.digest import MODULUS, as_unsigned, pays_to_compile, signed, sum_at, sums_by_group
+from awex_delta.wire.digest import (
+    MODULUS,
+    as_unsigned,
+    digests,
+    pays_to_compile,
+    signed,
+    sum_at,
+    sums_by_group,
+)
 
 _MAX_NAMED = 8  # tensors that an error names
 
@@ -90,6 +99,18 @@ class Verifier:
         self.failure = self.failure or failure
         self._watch.lap("digest")
 
+    def copies(self, names: Collection[str], tensors: Mapping[str, torch.Tensor]) -> Mapping[str, int]:
+        """Digests of HF tensors of which other ranks hold copies, as far as this update compares anything."""
+        if self.scope is Scope.OFF:
+            return {}
+        there = {name: tensors[name] for name in names if name in tensors}
+        device = next((tensor.device for tensor in there.values()), torch.device("cpu"))
+        compiled = pays_to_compile(device, self._session.met.full_bytes)
+        found, failure = self._session.attempt(None, lambda: digests(there, compiled=compiled))
+        self.failure = self.failure or failure
+        self._watch.lap("digest")
+        return found or {}
+
     def agree(self) -> None:
         """Compare the digests of all ranks.
 
@@ -131,24 +152,30 @@ class Verifier:
     def _name_tensors(self, wrong: Sequence[int], phase: str) -> None:
         engines = self._session.met.world.engines
         lines = {engine: engine_line(engines[engine].layout) for engine in wrong}
-        mine = {str(engine): self._sums_by_tensor(engine, line) for engine, line in lines.items()}
-        rows = self._session.comm.gather_json(mine, phase=phase)
+        mine, failure = self._session.attempt(
+            None, lambda: {str(engine): self._sums_by_tensor(engine, line) for engine, line in lines.items()}
+        )
+        rows = self._session.comm.gather_json(failure or mine, phase=phase)
+        place = self._session.comm.rendezvous.place
+        failed = [f"{place(seat)}: {row}" for seat, row in enumerate(rows) if isinstance(row, str)]
+        if failed:
+            unnamed = {engine: [f"tensors that cannot be named ({'; '.join(failed)})"] for engine in lines}
+            raise VerificationError(_explanation(self._version, unnamed))
         differ: dict[int, list[str]] = defaultdict(list)
         for engine, line in lines.items():
             sums = [0] * len(line.names)
             for seat, row in enumerate(rows):
-                told = row.get(str(engine)) if isinstance(row, dict) else None
-                if not isinstance(told, list) or len(told) != len(sums):
-                    place = self._session.comm.rendezvous.place(seat)
-                    raise LockstepError(f"{place} sent no digests in phase {phase!r}")
-                sums = [total + int(one) for total, one in zip(sums, told, strict=True)]
+                told: Any = row.get(str(engine)) if isinstance(row, dict) else None
+                if not _are_sums(told, len(sums)):
+                    raise LockstepError(f"{place(seat)} sent no digests in phase {phase!r}")
+                sums = [total + one for total, one in zip(sums, told, strict=True)]
             names = zip(line.names, sums, strict=True)
             differ[engine] = [name for name, total in names if total % MODULUS]
         raise VerificationError(_explanation(self._version, differ))
 
     def _sums_by_tensor(self, engine: int, line: Space) -> list[int]:
         """This rank's digests of the tensors of one engine rank."""
-        totals = torch.zeros(len(line.names), dtype=torch.int64)
+        totals = torch.zeros(len(line.names), dtype=torch.int64, device="cpu")
         for pair, content in self._contents:
             if pair.receiver != engine:
                 continue
@@ -159,6 +186,10 @@ class Verifier:
                 totals += sums_by_group(pos.cpu(), value.cpu(), salts, tensor_of_box[box])
         sign = -1 if self._is_engine else 1
         return [sign * total % MODULUS for total in totals.tolist()]
+
+
+def _are_sums(told: Any, count: int) -> bool:
+    return isinstance(told, list) and len(told) == count and all(type(one) is int for one in told)
 
 
 def _explanation(version: int, differ: Mapping[int, Sequence[str]]) -> str:

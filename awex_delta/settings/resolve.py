@@ -131,13 +131,14 @@ def _train_problems(train: TrainEngineConfig) -> Iterator[str]:
         yield _problem(
             train,
             "weight_update_delta_accumulate",
-            "only inverted steps are added up; a snapshot covers any number of steps by itself",
+            f"only inverted steps are added up; {train.weight_update_delta_method} covers any number of "
+            "steps by itself",
             "set weight_update_delta_accumulate: false, or weight_update_delta_method: adamw",
         )
 
 
 def _covers_many_steps(train: TrainEngineConfig) -> bool:
-    return train.weight_update_delta_accumulate or train.weight_update_delta_method == "snapshot"
+    return train.weight_update_delta_accumulate or train.weight_update_delta_method != "adamw"
 
 
 def _disk_problems(train: TrainEngineConfig) -> Iterator[str]:

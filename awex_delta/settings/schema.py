@@ -16,7 +16,7 @@ from awex_delta.errors import ConfigError
 
 WorldSizePolicy = Literal["power_of_two", "any"]
 DeltaVerify = Literal["off", "touched", "full"]
-DeltaMethod = Literal["adamw", "snapshot"]
+DeltaMethod = Literal["adamw", "capture", "snapshot"]
 Transport = Literal["p2p", "disk"]
 DiskKind = Literal["delta", "full"]
 DeltaEncoding = Literal["indices", "gaps", "ulp", "ulp_zstd", "ulp_context", "auto"]
@@ -101,6 +101,8 @@ class TrainEngineConfig(_SideConfig):
 
     weight_update_delta_method: DeltaMethod = "adamw"
     """How changes are found. `adamw`: by inverting the optimizer's AdamW step, which keeps no copy.
+    `capture`: by comparing old and new weights inside each optimizer step, for any optimizer that
+    calls its step hooks and any number of steps between two updates; exact, and kept until the update.
     `snapshot`: by comparing with a copy of the weights, for any optimizer and any number of steps
     between two updates; 2 bytes of memory for each element whose optimizer state a rank holds."""
 

@@ -13,7 +13,8 @@ class DictEngine(EngineView):
     """An `EngineView` over plain tensors. Serves nothing; counts commits and cache flushes.
 
     Attributes:
-        tensors_by_name: live weights, or this rank's parts of them.
+        tensors_by_name: live weights, or this rank's parts of them; may be replaced. An alias that gets an
+            entry of its own is tied no more.
         published: versions that were committed, in order.
         num_synchronized: calls of `synchronize`.
     """
@@ -41,32 +42,32 @@ class DictEngine(EngineView):
         self.tensors_by_name: dict[str, torch.Tensor] = {}
         self.published: list[int] = []
         self.num_synchronized = 0
-        self._parts: list[EngineTensor] = []
-        tied = tied or {}
+        self._tied = dict(tied or {})
+        self._wholes = {name: tuple(shape) for name, shape in shapes.items()}
+        self._offsets: dict[str, tuple[int, ...]] = {}
         for name, shape in shapes.items():
-            if name in tied:
-                continue
             offset, size = [0] * len(shape), list(shape)
             dim = (cut or {}).get(name)
             if dim is not None:
                 size[dim] = shape[dim] // num_ranks
                 offset[dim] = rank * size[dim]
-            tensor = torch.zeros(size, dtype=(dtypes or {}).get(name, torch.bfloat16))
-            self.tensors_by_name[name] = tensor
-            self._parts.append(
-                EngineTensor(name=name, view=tensor, global_shape=tuple(shape), global_offset=tuple(offset))
-            )
-        for alias, name in tied.items():
-            tensor = self.tensors_by_name[name]
-            whole = tuple(shapes[name])
-            self._parts.append(
-                EngineTensor(
-                    name=alias, view=tensor, global_shape=whole, global_offset=(0,) * len(whole), tied_to=name
-                )
-            )
+            self._offsets[name] = tuple(offset)
+            if name not in self._tied:
+                dtype = (dtypes or {}).get(name, torch.bfloat16)
+                self.tensors_by_name[name] = torch.zeros(size, dtype=dtype, device="cpu")
 
     def tensors(self) -> Sequence[EngineTensor]:
-        return self._parts
+        return [self._part(name) for name in self._wholes]
+
+    def _part(self, name: str) -> EngineTensor:
+        tied_to = None if name in self.tensors_by_name else self._tied[name]
+        return EngineTensor(
+            name=name,
+            view=self.tensors_by_name[tied_to or name],
+            global_shape=self._wholes[name],
+            global_offset=self._offsets[name],
+            tied_to=tied_to,
+        )
 
     def synchronize(self) -> None:
         self.num_synchronized += 1

@@ -19,7 +19,7 @@ class FaultPlan:
 
     def __init__(self) -> None:
         self.seen: list[str] = []
-        self._actions: dict[str, Callable[[], None]] = {}
+        self._actions: dict[str, Callable[[], object]] = {}
 
     def on_phase(self, phase: str) -> None:
         """Record the phase and do what was planned for it, once."""
@@ -31,11 +31,15 @@ class FaultPlan:
     def fail(self, phase: str, error: BaseException | None = None) -> None:
         """Raise `error` (an InjectedFault by default) as `phase` begins next."""
 
-        def act() -> None:
+        def raise_it() -> None:
             raise error if error is not None else InjectedFault(f"injected in phase {phase!r}")
 
-        self._actions[phase] = act
+        self.act(phase, raise_it)
 
     def sleep(self, phase: str, seconds: float) -> None:
         """Be late by `seconds` as `phase` begins next."""
-        self._actions[phase] = lambda: time.sleep(seconds)
+        self.act(phase, lambda: time.sleep(seconds))
+
+    def act(self, phase: str, action: Callable[[], object]) -> None:
+        """Do anything as `phase` begins next."""
+        self._actions[phase] = action

@@ -72,7 +72,7 @@ def _leave_groups() -> None:
         parallel.destroy_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()
-    for group in [*_groups()]:  # those that a `Comm` made stand beside the default group
+    for group in [*_groups()]:  # those that stand beside the default group
         with suppress(RuntimeError):  # a broken one may complain; it is gone either way
             dist.destroy_process_group(group)
 

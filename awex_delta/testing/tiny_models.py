@@ -106,7 +106,7 @@ class TinyTrainer:
         self.hf_config = hf_config
         self.tf_config = tf_config
         self.num_steps = 0
-        self.token_losses = torch.empty(0, spec.sequence_length)
+        self.token_losses = torch.empty(0, spec.sequence_length, dtype=torch.float32, device="cpu")
 
     def train_step(self) -> float:
         """One forward, backward and optimizer step on the next batch.
@@ -128,7 +128,9 @@ class TinyTrainer:
             )
             self.optimizer.step()
         self.num_steps += 1
-        self.token_losses = torch.cat([torch.empty(0, self.spec.sequence_length), *losses])
+        self.token_losses = torch.cat(
+            [torch.empty(0, self.spec.sequence_length, dtype=torch.float32, device="cpu"), *losses]
+        )
         return self.token_losses.mean().item()
 
     def _batches(self) -> Iterator[torch.Tensor]:
@@ -137,7 +139,9 @@ class TinyTrainer:
         generator = torch.Generator().manual_seed((self.spec.seed * 1009 + self.num_steps) * 1009 + dp_rank)
         length = self.spec.sequence_length + 1
         while True:
-            starts = torch.randint(len(text) - length, (self.spec.microbatch,), generator=generator)
+            starts = torch.randint(
+                len(text) - length, (self.spec.microbatch,), generator=generator, device="cpu"
+            )
             yield torch.stack([text[start : start + length] for start in starts.tolist()])
 
 
@@ -302,14 +306,16 @@ def _initial_shard(spec: TinySpec, name: str, param: Any) -> torch.Tensor:
     """This rank's part of the whole initial tensor, fp32, in the shape of `param`."""
     generator = torch.Generator().manual_seed((spec.seed << 32) + zlib.crc32(name.encode()))
     if param.dim() == 1:
-        return torch.randn(param.shape, generator=generator) * 0.1 + 1
+        return torch.randn(param.shape, generator=generator, dtype=torch.float32, device="cpu") * 0.1 + 1
     if not (hasattr(param, "tensor_model_parallel") and param.tensor_model_parallel):
-        return spec.init_std * torch.randn(param.shape, generator=generator)
+        return spec.init_std * torch.randn(
+            param.shape, generator=generator, dtype=torch.float32, device="cpu"
+        )
     is_expert = "local_experts" in name
     group = mpu.get_expert_tensor_parallel_group() if is_expert else mpu.get_tensor_model_parallel_group()
     rank, dim, whole = group.rank(), param.partition_dim, list(param.shape)
     whole[dim] *= group.size()
-    tensor = spec.init_std * torch.randn(whole, generator=generator)
+    tensor = spec.init_std * torch.randn(whole, generator=generator, dtype=torch.float32, device="cpu")
     if "linear_fc1" in name:
         # Each rank holds its part of the gate above its part of the up projection.
         gate_up = tensor.view(2, -1, tensor.shape[1])
@@ -321,8 +327,8 @@ def _initial_shard(spec: TinySpec, name: str, param: Any) -> torch.Tensor:
 def _forward_step(batches: Iterator[torch.Tensor], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
     tokens = next(batches)
     length = tokens.shape[1] - 1
-    positions = torch.arange(length)[None].expand(tokens.shape[0], -1)
-    mask = torch.triu(torch.ones(length, length, dtype=torch.bool), 1)[None, None]
+    positions = torch.arange(length, device="cpu")[None].expand(tokens.shape[0], -1)
+    mask = torch.triu(torch.ones(length, length, dtype=torch.bool, device="cpu"), 1)[None, None]
     output = model(tokens[:, :-1], positions, mask, labels=tokens[:, 1:])
     return output, _mean_loss
 
@@ -336,4 +342,4 @@ def _text() -> torch.Tensor:
     """ASCII bytes of some modules of the standard library, int64."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     data = b"".join((folder / f"{name}.py").read_bytes() for name in ("argparse", "textwrap", "statistics"))
-    return torch.tensor([byte for byte in data if byte < 128])
+    return torch.tensor([byte for byte in data if byte < 128], dtype=torch.int64, device="cpu")

@@ -14,6 +14,7 @@ from awex_delta.detection.slices import Detection, OwnedSlice
 from awex_delta.errors import AwexDeltaError, ConfigError, UnsupportedError
 from awex_delta.lines.bits import add_codes, round_to_bf16, step_code
 from awex_delta.lines.changes import Changes
+from awex_delta.lines.storages import unreadable
 from awex_delta.protocol.verdict import Reason
 from awex_delta.trainers.view import GatheringTrainerView, TrainerLayout, TrainerView, WeightInfo
 
@@ -39,6 +40,7 @@ class EmaShadow:
         ...     teacher.update_weights(version)
     """
 
+    @torch.inference_mode(mode=False)
     def __init__(self, view: GatheringTrainerView, *, alpha: float) -> None:
         """Begin with the policy as it is now.
 
@@ -76,7 +78,7 @@ class EmaShadow:
         """Copy the masters: one flat tensor for all owned slices, in the order of their pieces."""
         slices = _with_masters(self._view)
         numel = sum(owned.stop - owned.start for owned in slices)
-        device = slices[0].weight.device if slices else None
+        device = slices[0].weight.device if slices else torch.device("cpu")
         self._flat = torch.empty(numel, dtype=torch.float32, device=device)
         place = 0
         for piece in pieces(slices, _PIECE):
@@ -90,6 +92,7 @@ class EmaShadow:
         """The last `average` that is complete on this rank; None before the first."""
         return None if self._done is not None else self._version
 
+    @torch.inference_mode(mode=False)
     def average(self, version: int) -> None:
         """Move the average one step toward the policy as it is now.
 
@@ -248,7 +251,7 @@ class EmaShadow:
     def _copy_buffers(self) -> None:
         for key, info in self._infos.items():
             if not info.trained and info.dtype != torch.bfloat16:
-                self._copies[key] = self._view.tensor(key).detach().clone()
+                self._copies[key] = _there(info, self._view.tensor(key)).detach().clone()
 
 
 def _with_masters(view: TrainerView) -> list[OwnedSlice]:
@@ -261,13 +264,24 @@ def _with_masters(view: TrainerView) -> list[OwnedSlice]:
 def _master(owned: OwnedSlice) -> torch.Tensor:
     if owned.main is None or owned.main.dtype != torch.float32:
         raise UnsupportedError(f"{owned.key} has no fp32 master, which an average is made of")
+    away = owned.unreadable("main")
+    if away:
+        raise UnsupportedError(f"{away}. Remedy: bring it back, then average")
     return owned.main.detach()
 
 
 def _trained(info: WeightInfo, tensor: torch.Tensor) -> torch.Tensor:
+    tensor = _there(info, tensor)
     if tensor.dtype != torch.float32:
         raise UnsupportedError(f"{info.key} is trained in {tensor.dtype}, without an fp32 master")
     return tensor.detach()
+
+
+def _there(info: WeightInfo, tensor: torch.Tensor) -> torch.Tensor:
+    away = unreadable(tensor)
+    if away:
+        raise UnsupportedError(f"{info.key}: {away}. Remedy: bring it back, then average")
+    return tensor
 
 
 def _changes(old: torch.Tensor, new: torch.Tensor, piece: Piece) -> Changes:

@@ -13,8 +13,9 @@ from awex.models.registry import get_train_weights_converter
 from awex.sharding.rank_info import RankInfo
 from megatron.core.distributed import DistributedDataParallel
 
+from awex_delta.conversion.alone import Alone
 from awex_delta.detection.baselines import Baselines
-from awex_delta.detection.optimizers import flat, moments, part_of, step_counts
+from awex_delta.detection.optimizers import SteppedParams, moments, part_of, step_counts
 from awex_delta.detection.slices import Detection, OwnedSlice, param_key
 from awex_delta.errors import UnsupportedError
 from awex_delta.protocol.verdict import Reason
@@ -22,14 +23,16 @@ from awex_delta.settings.agreed import DeltaSettings
 from awex_delta.trainers.megatron_layout import (
     OwnedPart,
     Shard,
+    canonical_name,
     check_tying,
     global_layer_ids,
     named_parameters,
     optimizer_shards,
     rank_info,
     router_biases,
+    tensor_at,
 )
-from awex_delta.trainers.view import TrainerLayout, WeightInfo, trainer_line
+from awex_delta.trainers.view import TrainerLayout, WeightInfo, live_slice, trainer_line
 
 _EMBEDDING = "model.embed_tokens.weight"
 _LM_HEAD = "lm_head.weight"
@@ -56,7 +59,7 @@ class MegatronTrainer:
         self._layout = layout
         self._settings = settings
         self._params: dict[str, torch.nn.Parameter] = {}
-        self._biases: dict[str, torch.nn.Module] = {}
+        self._places: dict[str, tuple[str, ...]] = {}  # of each tensor in its model chunk
         self._parts: dict[str, OwnedPart] = {}
         self._late: list[str] = []
         self._groups: dict[str, dist.ProcessGroup] = {}
@@ -68,8 +71,7 @@ class MegatronTrainer:
         self._baselines = Baselines(
             self.owned_slices,
             self._watched,
-            accumulate=settings.accumulate,
-            snapshot=settings.enabled and settings.method == "snapshot",
+            settings,
         )
         self._baseline = self._baselines.add()
 
@@ -139,33 +141,40 @@ class MegatronTrainer:
         return tuple(self._infos.values())
 
     def tensor(self, key: str) -> torch.Tensor:
-        """The live local tensor of `key`."""
-        if key in self._biases:
-            # Looked up each time: moving a module replaces its buffers.
-            return self._biases[key].get_buffer("expert_bias")
-        return self._params[key].detach()
+        """The tensor with which the model computes under `key` now.
+
+        Raises:
+            UnsupportedError: the model has none there any more, or another one than its optimizer steps.
+        """
+        info = self._infos[key]
+        try:
+            # Looked up each time: moving a module replaces its buffers, and anyone may replace a parameter.
+            tensor = tensor_at(self._chunks[info.chunk], self._places[key])
+        except (AttributeError, KeyError) as error:
+            raise UnsupportedError(f"{key}: the model has no such tensor any more") from error
+        if info.trained and tensor is not self._params[key]:
+            raise UnsupportedError(
+                f"{key}: the model computes with another parameter than its optimizer steps: put it back, or "
+                "make the optimizer for the model as it is, and attach again"
+            )
+        return tensor.detach()
 
     def owned_slices(self) -> list[OwnedSlice]:
         """The ranges whose optimizer state this rank holds."""
-        steps = self._current_steps()
-        slices = []
-        for info, begin, within, weight, part in self._owned:
-            exp_avg, exp_avg_sq = moments(part.optimizer, part.stepped)
-            slices.append(
-                OwnedSlice(
-                    param=info.param,
-                    chunk=info.chunk,
-                    start=part.start,
-                    stop=part.stop,
-                    begin=begin,
-                    main=None if part.main is None else flat(part.main),
-                    weight=flat(weight, within),
-                    exp_avg=None if exp_avg is None else flat(exp_avg),
-                    exp_avg_sq=None if exp_avg_sq is None else flat(exp_avg_sq),
-                    step=steps[info.key],
-                )
+        live, steps = self._live_with_steps()
+        return [
+            live_slice(
+                info,
+                begin,
+                steps[info.key],
+                weight=weight,
+                main=live[info.key] if part.has_master else None,
+                moments=moments(part.optimizer, live[info.key]),
+                in_weight=within,
+                in_state=None,
             )
-        return slices
+            for info, begin, within, weight, part in self._owned
+        ]
 
     def detect(self) -> Detection:
         """What changed in the owned ranges, found as `settings.method` says."""
@@ -216,8 +225,8 @@ class MegatronTrainer:
     def weights_replaced(self) -> None:
         """Tell that master weights were changed by something else than an optimizer step.
 
-        `reload_model_params` does so without leaving a trace in the optimizer; loading an optimizer
-        state is seen without this call. The next update is a full sync.
+        `reload_model_params` does so without leaving a trace in the optimizer: only a sample of the masters
+        shows it. Loading an optimizer state is seen without this call. The next update is a full sync.
         """
         self._baselines.weights_replaced()
 
@@ -262,22 +271,27 @@ class MegatronTrainer:
             within = part_of(weight.numel(), part.start, part.stop)
             yield self._infos[key], begins[key] + part.start, within, weight, part
 
-    def _current_steps(self) -> dict[str, int]:
+    def _live_with_steps(self) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
+        """What the optimizers step now, and their counters, by key."""
+        live: dict[str, torch.Tensor] = {}
         steps: dict[str, int] = {}
-        for optimizer, stepped in self._watched.items():
-            steps.update(zip(stepped, step_counts(optimizer, list(stepped.values())), strict=True))
-        return steps
+        for stepped in self._watched:
+            params = stepped.live()
+            live.update(params)
+            steps.update(zip(params, step_counts(stepped.optimizer, list(params.values())), strict=True))
+        return live, steps
 
-    def _stepped_by_optimizer(self) -> dict[torch.optim.Optimizer, dict[str, torch.Tensor]]:
-        stepped: dict[torch.optim.Optimizer, dict[str, torch.Tensor]] = {}
+    def _stepped_by_optimizer(self) -> list[SteppedParams]:
+        by_optimizer: dict[torch.optim.Optimizer, dict[str, torch.Tensor]] = {}
         for key, part in self._parts.items():
-            stepped.setdefault(part.optimizer, {})[key] = part.stepped
-        return stepped
+            by_optimizer.setdefault(part.optimizer, {})[key] = part.stepped
+        return [SteppedParams(optimizer, params) for optimizer, params in by_optimizer.items()]
 
     def _read_weights(self, shards: Sequence[Shard]) -> None:
         shard_of = {shard.param: shard for shard in shards}
         for stage, chunk in enumerate(self._chunks):
-            for name, param in named_parameters(chunk):
+            for path, param in named_parameters(chunk):
+                name = canonical_name(path)
                 shard = shard_of.pop(param, None)
                 if shard is None and param.requires_grad and self._settings.enabled:
                     raise UnsupportedError(
@@ -285,19 +299,20 @@ class MegatronTrainer:
                         f"model that the optimizer was made for, or freeze the parameter"
                     )
                 self._params[param_key(name, stage)] = param
-                self._add_weight(name, stage, param, shard)
+                self._add_weight(path, stage, param, shard)
         if shard_of:
             raise UnsupportedError(
                 f"the optimizer steps {len(shard_of)} parameters that are not in the model"
             )
         for stage, chunk in enumerate(self._chunks):
-            for name, module in router_biases(chunk):
-                self._biases[param_key(name, stage)] = module
+            for path, buffer in router_biases(chunk):
                 # Megatron holds it in fp32 from the first forward on, however the model was cast.
-                self._add_weight(name, stage, module.get_buffer("expert_bias").float(), None)
+                self._add_weight(path, stage, buffer.to("meta", torch.float32), None)
 
-    def _add_weight(self, name: str, stage: int, tensor: torch.Tensor, shard: Shard | None) -> None:
+    def _add_weight(self, path: str, stage: int, tensor: torch.Tensor, shard: Shard | None) -> None:
+        name = canonical_name(path)
         key = param_key(name, stage)
+        self._places[key] = tuple(path.split("."))
         owners: tuple[int, ...] = ()
         part: OwnedPart | None = None
         if shard is not None and tensor.dtype != torch.float32:
@@ -325,7 +340,8 @@ class MegatronTrainer:
         for key, info in self._infos.items():
             meta = torch.empty(info.shape, dtype=info.dtype, device="meta")
             try:
-                first, second = self.convert(key, meta), self.convert(key, meta)
+                with Alone(info.param):
+                    first, second = self.convert(key, meta), self.convert(key, meta)
             except (NotImplementedError, ValueError, RuntimeError, AssertionError) as error:
                 raise UnsupportedError(f"AWEX cannot convert {info.param} {info.shape}: {error}") from error
             if [(name, out.shape) for name, out in first] != [(name, out.shape) for name, out in second]:

@@ -14,19 +14,20 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from awex_delta.detection.baselines import Baselines
-from awex_delta.detection.optimizers import flat, moments, part_of, step_counts
+from awex_delta.detection.optimizers import SteppedParams, moments, part_of, step_counts
 from awex_delta.detection.slices import Detection, OwnedSlice, param_key
 from awex_delta.errors import UnsupportedError
 from awex_delta.protocol.verdict import Reason
 from awex_delta.settings.agreed import DeltaSettings
-from awex_delta.trainers.view import TrainerLayout, WeightInfo, trainer_line
+from awex_delta.trainers.tensors import check_tensors
+from awex_delta.trainers.view import TrainerLayout, WeightInfo, live_slice, trainer_line
 
 _EMBEDDING = "model.embed_tokens.weight"
 _LM_HEAD = "lm_head.weight"
 
-_Owned = tuple[WeightInfo, int, slice | None, torch.Tensor, torch.Tensor | None, torch.Tensor]
-"""A parameter that is owned: where its owned part begins in the trainer's line, which part that is, the live
-weight, the master, and the tensor that is stepped."""
+_Owned = tuple[WeightInfo, int, slice | None, torch.Tensor]
+"""A parameter that is owned: where its owned part begins in the trainer's line, which part that is, and the
+live weight."""
 
 
 class TorchAdamWTrainer:
@@ -62,16 +63,17 @@ class TorchAdamWTrainer:
             seed: seeds the random gradients of `train_step`.
 
         Raises:
-            UnsupportedError: a trainable weight has no master and is not stepped itself.
+            UnsupportedError: names a trainable weight that has no master and is not stepped itself, or what
+                `check_tensors` refuses.
         """
+        check_tensors(weights, masters)
         self._weights = {param_key(name, 0): tensor for name, tensor in weights.items()}
-        self._masters = {param_key(name, 0): tensor for name, tensor in masters.items()}
+        self._with_master = {param_key(name, 0) for name in masters}
         self._optimizer = optimizer
-        self._stepped = self._find_stepped()
+        self._stepped = SteppedParams(optimizer, self._find_stepped(masters))
         self._settings = settings
         self._dp_rank, self._dp_size = dp_rank, dp_size
-        self._seed = seed
-        self._num_train_steps = 0
+        self._seed, self._num_train_steps = seed, 0
         if vocab_size is None:
             vocab_size = weights[_EMBEDDING].shape[0] if _EMBEDDING in weights else 0
         self._tied = tied_embeddings
@@ -83,12 +85,10 @@ class TorchAdamWTrainer:
         )
         self._infos = tuple(self._info(name, tensor) for name, tensor in weights.items())
         self._owned = tuple(self._find_owned())
-        watched = {info.key: self._stepped[info.key] for info in self._infos if info.sparse}
         self._baselines = Baselines(
             self.owned_slices,
-            {optimizer: watched} if settings.enabled else {},
-            accumulate=settings.accumulate,
-            snapshot=settings.enabled and settings.method == "snapshot",
+            [self._sparse()] if settings.enabled else (),
+            settings,
         )
         self._baseline = self._baselines.add()
 
@@ -125,7 +125,10 @@ class TorchAdamWTrainer:
         def draw(named: Mapping[str, tuple[int, ...]] | None, dtype: torch.dtype) -> dict[str, torch.Tensor]:
             named = named or {}
             return {
-                n: (torch.randn(shape, generator=generator) * 0.02).to(dtype) for n, shape in named.items()
+                n: (torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu") * 0.02).to(
+                    dtype
+                )
+                for n, shape in named.items()
             }
 
         trained = draw(shapes, torch.bfloat16)
@@ -158,17 +161,20 @@ class TorchAdamWTrainer:
                 None draws gradients from (seed, number of the step) for all of them.
         """
         generator = torch.Generator().manual_seed(self._seed * 1_000_003 + self._num_train_steps + 1)
-        for key, param in self._stepped.items():
+        stepped = self._stepped.live()
+        for key, param in stepped.items():
             if grads is None:
-                param.grad = torch.randn(param.shape, generator=generator).to(param)
+                param.grad = torch.randn(
+                    param.shape, generator=generator, dtype=torch.float32, device="cpu"
+                ).to(param)
             else:
                 param.grad = grads.get(key.removeprefix("0/"))
         self._optimizer.step()
         self._optimizer.zero_grad()
         self._num_train_steps += 1
         with torch.no_grad():
-            for key, master in self._masters.items():
-                self._weights[key].copy_(master)
+            for key in self._with_master:
+                self._weights[key].copy_(stepped[key])
 
     def layout(self) -> TrainerLayout:
         """One data-parallel rank without model parallelism."""
@@ -184,26 +190,22 @@ class TorchAdamWTrainer:
 
     def owned_slices(self) -> list[OwnedSlice]:
         """This rank's part of every bf16 parameter."""
-        optimizer = self._optimizer
-        counts = step_counts(optimizer, [stepped for *_, stepped in self._owned])
-        slices = []
-        for (info, begin, part, weight, master, stepped), step in zip(self._owned, counts, strict=True):
-            exp_avg, exp_avg_sq = moments(optimizer, stepped)
-            slices.append(
-                OwnedSlice(
-                    param=info.param,
-                    chunk=0,
-                    start=info.owned_start,
-                    stop=info.owned_stop,
-                    begin=begin,
-                    main=None if master is None else flat(master, part),
-                    weight=flat(weight, part),
-                    exp_avg=None if exp_avg is None else flat(exp_avg, part),
-                    exp_avg_sq=None if exp_avg_sq is None else flat(exp_avg_sq, part),
-                    step=step,
-                )
+        optimizer, live = self._optimizer, self._stepped.live()
+        owned = [live[info.key] for info, *_ in self._owned]
+        counts = step_counts(optimizer, owned)
+        return [
+            live_slice(
+                info,
+                begin,
+                step,
+                weight=weight,
+                main=stepped if info.key in self._with_master else None,
+                moments=moments(optimizer, stepped),
+                in_weight=part,
+                in_state=part,
             )
-        return slices
+            for (info, begin, part, weight), stepped, step in zip(self._owned, owned, counts, strict=True)
+        ]
 
     def detect(self) -> Detection:
         """What changed in the owned parts, found as `settings.method` says."""
@@ -253,8 +255,8 @@ class TorchAdamWTrainer:
         self._baseline.detach()
 
     def _info(self, name: str, tensor: torch.Tensor) -> WeightInfo:
-        key = param_key(name, 0)
-        sparse = key in self._stepped and tensor.dtype == torch.bfloat16
+        trained = param_key(name, 0) in self._stepped
+        sparse = trained and tensor.dtype == torch.bfloat16
         numel = math.prod(tensor.shape)
         start, stop = numel * self._dp_rank // self._dp_size, numel * (self._dp_rank + 1) // self._dp_size
         owns = sparse and stop > start
@@ -266,7 +268,7 @@ class TorchAdamWTrainer:
             owners=tuple(range(self._dp_size)) if sparse else (),
             owned_start=start if owns else 0,
             owned_stop=stop if owns else 0,
-            trained=key in self._stepped,
+            trained=trained,
         )
 
     def _find_owned(self) -> Iterator[_Owned]:
@@ -276,16 +278,30 @@ class TorchAdamWTrainer:
             start, stop, key = info.owned_start, info.owned_stop, info.key
             if stop > start:
                 part, weight = part_of(math.prod(info.shape), start, stop), self._weights[key]
-                yield info, begins[key] + start, part, weight, self._masters.get(key), self._stepped[key]
+                yield info, begins[key] + start, part, weight
 
-    def _find_stepped(self) -> dict[str, torch.Tensor]:
+    def _sparse(self) -> SteppedParams:
+        params = self._stepped.live()
+        return SteppedParams(
+            self._optimizer, {info.key: params[info.key] for info in self._infos if info.sparse}
+        )
+
+    def _find_stepped(self, masters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         in_optimizer = {param for group in self._optimizer.param_groups for param in group["params"]}
         found: dict[str, torch.Tensor] = {}
+        names: dict[torch.Tensor, str] = {}
         for key, weight in self._weights.items():
-            candidate = self._masters.get(key, weight)
+            candidate = masters.get(key.removeprefix("0/"), weight)
             if candidate in in_optimizer:
+                if candidate in names:
+                    raise UnsupportedError(
+                        f"{key.removeprefix('0/')} and {names[candidate].removeprefix('0/')} are trained by "
+                        "one tensor of the optimizer: give each tensor once (tied_embeddings=True serves an "
+                        "embedding as lm_head, too)"
+                    )
                 found[key] = candidate
-            elif weight.requires_grad or key in self._masters:
+                names[candidate] = key
+            elif weight.requires_grad or key in self._with_master:
                 raise UnsupportedError(
                     f"{key.removeprefix('0/')} is trained, but the optimizer steps neither it nor a master "
                     f"of it: hand its fp32 master to the optimizer and in `masters`, or freeze it"

@@ -10,7 +10,8 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from awex_delta.detection.slices import Detection, OwnedSlice, param_key
+from awex_delta.detection.optimizers import flat
+from awex_delta.detection.slices import Detection, OwnedSlice, param_key, unusable
 from awex_delta.lines.space import Space
 
 
@@ -48,6 +49,47 @@ class WeightInfo:
 def trainer_line(infos: Iterable[WeightInfo]) -> Space:
     """The line of all sparse weights of a rank by key, in the order of `TrainerView.weights`."""
     return Space.of((info.key, math.prod(info.shape)) for info in infos if info.sparse)
+
+
+def live_slice(
+    info: WeightInfo,
+    begin: int,
+    step: int,
+    *,
+    weight: torch.Tensor,
+    main: torch.Tensor | None,
+    moments: tuple[torch.Tensor | None, torch.Tensor | None],
+    in_weight: slice | None,
+    in_state: slice | None,
+) -> OwnedSlice:
+    """The range of a parameter that this rank owns, of tensors as the framework holds them.
+
+    Args:
+        info: the parameter.
+        begin: where the range begins in the trainer's line.
+        step: the optimizer's counter.
+        weight, main, moments: live, contiguous, any shape.
+        in_weight, in_state: where the range is in `weight`, and in the others; see `part_of`.
+
+    Raises:
+        UnsupportedError: names a tensor that is not contiguous, or whose storage was freed.
+    """
+    exp_avg, exp_avg_sq = moments
+    try:
+        return OwnedSlice(
+            param=info.param,
+            chunk=info.chunk,
+            start=info.owned_start,
+            stop=info.owned_stop,
+            begin=begin,
+            main=None if main is None else flat(main, in_state),
+            weight=flat(weight, in_weight),
+            exp_avg=None if exp_avg is None else flat(exp_avg, in_state),
+            exp_avg_sq=None if exp_avg_sq is None else flat(exp_avg_sq, in_state),
+            step=step,
+        )
+    except RuntimeError as error:
+        raise unusable(info.key, weight=weight, main=main, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq) from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,16 +138,27 @@ class TrainerView(Protocol):
         """
 
     def committed(self) -> None:
-        """The receivers now hold the current weights: forget recorded steps."""
+        """The engines have the current weights: forget recorded steps.
+
+        Called just before all ranks agree to commit, so that no rank does if it raises here. If they do not,
+        the next update is full, whatever was recorded.
+        """
 
     def convert(self, key: str, tensor: torch.Tensor) -> Sequence[tuple[str, torch.Tensor]]:
         """HF names and tensors for a tensor shaped like `tensor(key)`, by AWEX's converter.
 
         Accepts any dtype and the meta device. A tied lm_head is listed beside the embedding.
+
+        Rank-local, or collective over a group of the training framework; then it calls the collective with
+        meta tensors too, and is called with data on all trainer ranks, in the order of `weights()`, at one
+        place of every update.
         """
 
     def transfer(self) -> AbstractContextManager[None]:
-        """Held around sending: may release gradient buffers, and restores them whatever happens."""
+        """Held around sending: may release gradient buffers, and restores them whatever happens.
+
+        It is left before all ranks agree to commit; if that raises, no rank commits.
+        """
 
 
 @runtime_checkable

@@ -115,14 +115,18 @@ def body_room(
     codec: Codec, count: int, span: Span, dtype: torch.dtype, out: torch.Tensor | None
 ) -> torch.Tensor:
     """`out`, or as much new memory as the body of `count` changes can need."""
-    return torch.empty(codec.limit(count, span.numel, dtype), dtype=torch.uint8) if out is None else out
+    return (
+        torch.empty(codec.limit(count, span.numel, dtype), dtype=torch.uint8, device="cpu")
+        if out is None
+        else out
+    )
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of a contiguous tensor as uint8, without a copy if it lies on the CPU."""
     flat = tensor.detach().cpu().contiguous().view(-1)
     if flat.numel() < 2:  # its stride may be anything
-        flat = torch.empty(flat.shape, dtype=flat.dtype).copy_(flat)
+        flat = torch.empty(flat.shape, dtype=flat.dtype, device="cpu").copy_(flat)
     return flat.view(torch.uint8)
 
 

@@ -118,7 +118,8 @@ class ContextCodec:
             raise CorruptFrameError(
                 f"the table lists {num_stated} changes, and the frame holds another number of gaps"
             )
-        pos, value = torch.empty(count, dtype=torch.int64), torch.empty(count, dtype=dtype)
+        pos = torch.empty(count, dtype=torch.int64, device="cpu")
+        value = torch.empty(count, dtype=dtype, device="cpu")
         (values,) = _PLAIN.read_positions(beside, span, pos[num_stated:])
         values.read_into(value[num_stated:].view(torch.uint8))
         check_read([values])

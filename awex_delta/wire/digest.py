@@ -34,6 +34,7 @@ _EAGER_PIECE = 1 << 16
 _DEVICE_PIECE = 1 << 22
 _COMPILED_PIECE = 1 << 18
 _MIN_COMPILED = 1 << 12  # a compiled call has its price, too: below this, eager is as fast
+_MOST_TOGETHER = 64  # small tensors: at most 2^22 elements, of which positions are made
 WORTH_COMPILING = 1 << 24
 """Compiling takes seconds, once in a process: fewer elements than this never earn them back."""
 
@@ -81,6 +82,37 @@ def state_digest(tensors: Mapping[str, torch.Tensor], *, compiled: bool = False)
         compiled: see `digest`.
     """
     return sum(digest(tensor, name, compiled=compiled) for name, tensor in tensors.items()) % MODULUS
+
+
+def digests(tensors: Mapping[str, torch.Tensor], *, compiled: bool = False) -> dict[str, int]:
+    """`digest` of each tensor under its name. Small ones are hashed together, so that calls grow with bytes.
+
+    Args:
+        tensors: by name, on one device.
+        compiled: see `digest`.
+    """
+    found: dict[str, torch.Tensor] = {}
+    small: dict[torch.dtype, list[str]] = {}
+    for name, tensor in tensors.items():
+        if tensor.numel() >= _EAGER_PIECE:
+            found[name] = sum_whole(tensor, salt_of(name), compiled=compiled)
+        else:
+            small.setdefault(tensor.dtype, []).append(name)
+    for names in small.values():
+        for first in range(0, len(names), _MOST_TOGETHER):
+            some = names[first : first + _MOST_TOGETHER]
+            found |= dict(zip(some, _sums_together({name: tensors[name] for name in some}), strict=True))
+    totals = torch.stack(list(found.values())).tolist() if found else []
+    return {name: total % MODULUS for name, total in zip(found, totals, strict=True)}
+
+
+def _sums_together(tensors: Mapping[str, torch.Tensor]) -> Iterator[torch.Tensor]:
+    flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors.values()])
+    table = [[tensor.numel(), signed(salt_of(name))] for name, tensor in tensors.items()]
+    counts, salts = torch.tensor(table, dtype=torch.int64, device=flat.device).T.contiguous()
+    group = torch.repeat_interleave(counts, output_size=flat.numel())
+    index = torch.arange(flat.numel(), device=flat.device) - (counts.cumsum(0) - counts)[group]
+    yield from sums_by_group(index, flat, salts, group).unbind()
 
 
 def sum_whole(tensor: torch.Tensor, salt: int, *, compiled: bool = False) -> torch.Tensor:
@@ -184,7 +216,7 @@ def _flat_pieces(tensor: torch.Tensor, piece: int) -> Iterator[torch.Tensor]:
 
 
 def _scalar(value: int, device: torch.device) -> torch.Tensor:
-    return torch.tensor(signed(value), device=device)
+    return torch.tensor(signed(value), device=device, dtype=torch.int64)
 
 
 def _mix_and_sum(
@@ -244,7 +276,9 @@ def _compiled(device_type: str) -> _Sum | None:
         function = torch.compile(_mix_and_sum, dynamic=True)
         index = torch.arange(_EAGER_PIECE, device=device_type)
         for counts in (None, index > 0):  # one compilation each
-            function(index, index.to(torch.int16), torch.tensor(1, device=device_type), counts)
+            function(
+                index, index.to(torch.int16), torch.tensor(1, device=device_type, dtype=torch.int64), counts
+            )
     except _COMPILER_FAILURES as error:
         cause = str(error).partition("\n")[0]
         _log.warning("state digests run uncompiled, several times slower: %s", cause)

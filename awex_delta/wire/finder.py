@@ -67,7 +67,7 @@ def _grouped(
     wanted = [sizes, [step_limits(size)[0] for size in sizes], [stream.left for stream in streams[2::3]]]
     found = []
     for kind, lengths in enumerate(wanted):
-        joined, start = torch.empty(sum(lengths), dtype=torch.uint8), 0
+        joined, start = torch.empty(sum(lengths), dtype=torch.uint8, device="cpu"), 0
         for stream, length in zip(streams[kind::3], lengths, strict=True):
             stream.read_into(joined[start : start + length])
             start += length

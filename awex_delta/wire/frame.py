@@ -134,16 +134,16 @@ def pack_frame(
     dtype, span, here = identity.dtype, bucket.span, changes.part(bucket.first, bucket.last)
     if bucket.whole:
         body_bytes = span.numel * dtype.itemsize
-        frame = torch.empty(HEADER_BYTES + body_bytes, dtype=torch.uint8)
+        frame = torch.empty(HEADER_BYTES + body_bytes, dtype=torch.uint8, device="cpu")
         _fill(frame[HEADER_BYTES:].view(dtype), span, read)
         content = _Content(span=span, count=span.numel, body_bytes=body_bytes, guarded=0, digest=0)
         return _headed(frame, identity, WHOLE, content)
     if here.num_changed and not span.begin <= int(here.pos[0]) <= int(here.pos[-1]) < span.end:
         raise WireError(f"changes lie outside of the span from {span.begin} to {span.end}")
     guard = guard_of(here, compiled=compiled) if bucket.guarded else None
-    end = torch.empty(0, dtype=torch.uint8) if guard is None else guard_bytes(guard)
+    end = torch.empty(0, dtype=torch.uint8, device="cpu") if guard is None else guard_bytes(guard)
     most = codec.limit(here.num_changed, span.numel, dtype)
-    frame = torch.empty(HEADER_BYTES + most + end.numel(), dtype=torch.uint8)
+    frame = torch.empty(HEADER_BYTES + most + end.numel(), dtype=torch.uint8, device="cpu")
     body = codec.encode(here, span, dtype, out=frame[HEADER_BYTES : HEADER_BYTES + most], read=read)
     frame = frame[: HEADER_BYTES + body.numel() + end.numel()]
     frame[HEADER_BYTES + body.numel() :] = end

@@ -135,10 +135,13 @@ class GapCodec:
         """See `Codec.decode`."""
         del read
         streams = self.open(body, count, span, dtype)
-        pos, code = torch.empty(count, dtype=torch.int64), None
+        pos, code = torch.empty(count, dtype=torch.int64, device="cpu"), None
         *steps, stated = self.read_positions(streams, span, pos)
         if steps:
-            code, value = torch.empty(count, dtype=torch.int8), torch.zeros(count, dtype=dtype)
+            code, value = (
+                torch.empty(count, dtype=torch.int8, device="cpu"),
+                torch.zeros(count, dtype=dtype, device="cpu"),
+            )
             for piece in slices(count):
                 code[piece] = read_steps(steps[0], steps[1], piece.stop - piece.start)
                 places = places_of(code[piece], UNSTATED)
@@ -258,7 +261,7 @@ _NARROW = slice(-UNSTATED - (ESCAPE + 1) // 2 + 1, -UNSTATED + ESCAPE // 2 + 1)
 
 def _frequency(changes: Changes) -> torch.Tensor:
     """How often each step from -128 to 127 occurs among the changes."""
-    frequency = torch.zeros(256, dtype=torch.int64)
+    frequency = torch.zeros(256, dtype=torch.int64, device="cpu")
     for _, _, code in pieces(changes):
         frequency += torch.bincount(code.to(torch.int16) - UNSTATED, minlength=256)
     return frequency

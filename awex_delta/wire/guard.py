@@ -51,8 +51,10 @@ class Guard:
         """
 
         def stated(here: slice) -> torch.Tensor:
-            first, last = torch.searchsorted(self.unstated, torch.tensor([here.start, here.stop])).tolist()
-            counted = torch.ones(here.stop - here.start, dtype=torch.bool)
+            first, last = torch.searchsorted(
+                self.unstated, torch.tensor([here.start, here.stop], dtype=torch.int64, device="cpu")
+            ).tolist()
+            counted = torch.ones(here.stop - here.start, dtype=torch.bool, device="cpu")
             counted[self.unstated[first:last] - here.start] = False
             return counted.to(pos.device)
 

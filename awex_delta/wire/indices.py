@@ -66,7 +66,7 @@ class IndicesCodec:
         if body.numel() != _layout(count, dtype)[1]:
             raise CorruptFrameError(f"{body.numel()} bytes cannot hold {count} changed elements")
         narrow, value = _parts(body, count, dtype)
-        pos, before = torch.empty(count, dtype=torch.int64), -1
+        pos, before = torch.empty(count, dtype=torch.int64, device="cpu"), -1
         for piece in slices(count):
             here = pos[piece].copy_(narrow[piece])
             before = _checked_last(here, before, span.numel)
@@ -83,7 +83,7 @@ def _checked_last(pos: torch.Tensor, before: int, numel: int) -> int:
     first, last = int(pos[0]), int(pos[-1])
     if before < first and last < numel and bool((pos[1:] > pos[:-1]).all()):
         return last
-    bad = torch.diff(pos, prepend=torch.tensor([before])) <= 0
+    bad = torch.diff(pos, prepend=torch.tensor([before], dtype=torch.int64, device="cpu")) <= 0
     place = int(pos[bad | (pos >= numel)][0])
     raise CorruptFrameError(
         f"position {place} of a span of {numel} elements is out of range, repeated or out of order"

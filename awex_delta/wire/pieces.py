@@ -49,7 +49,7 @@ def on_cpu(changes: Changes) -> Piece:
         raise WireError("changes cannot be packed without their values")
     value = changes.value.detach().cpu()
     if changes.code is None or value.dtype is not torch.bfloat16:
-        return changes.pos.cpu(), value, torch.full(value.shape, UNSTATED, dtype=torch.int8)
+        return changes.pos.cpu(), value, torch.full(value.shape, UNSTATED, dtype=torch.int8, device="cpu")
     return changes.pos.cpu(), value, changes.code.cpu()
 
 

@@ -72,7 +72,9 @@ class StreamWriter:
             end += len(packed)
             body[end : end + padding(len(packed))] = bytes(padding(len(packed)))
             end += padding(len(packed))
-        self._out[: self._directory] = as_bytes(torch.tensor([*raw, *stored], dtype=torch.int64))
+        self._out[: self._directory] = as_bytes(
+            torch.tensor([*raw, *stored], dtype=torch.int64, device="cpu")
+        )
         return self._out[:end]
 
 
@@ -114,7 +116,7 @@ class StreamReader:
         length = count * dtype.itemsize
         self._check(length)  # before memory is allocated
         if self._unpacked is not None:
-            return self.read_into(torch.empty(length, dtype=torch.uint8)).view(dtype)
+            return self.read_into(torch.empty(length, dtype=torch.uint8, device="cpu")).view(dtype)
         start = self._stored.numel() - self.left
         self.left -= length
         return self._stored[start : start + length].view(dtype)

@@ -29,6 +29,7 @@ FLOORS = {
     "errors": 0,
     "_version": 0,
     "garbage": 0,
+    "disk": 0,
     "protocol.verdict": 0,
     "settings": 0,
     "lines": 1,
@@ -223,3 +224,27 @@ def test_a_missing_upstream_attribute_is_never_read_as_supported() -> None:
         assert not defaults, (
             f"{source}: getattr with a default, lines {defaults}; read the attribute, or name what is missing"
         )
+
+
+MAKES_TENSORS = frozenset(
+    {
+        *("arange", "as_tensor", "asarray", "empty", "empty_strided", "eye", "full", "linspace", "ones"),
+        *("rand", "randint", "randn", "randperm", "scalar_tensor", "tensor", "tril_indices", "triu_indices"),
+        "zeros",
+    }
+)
+INTEGERS = frozenset({"arange", "randint", "randperm", "tril_indices", "triu_indices"})
+
+
+def test_tensors_name_their_device_and_dtype() -> None:
+    """A process may have other defaults, and change them between two updates."""
+    found = []
+    for source in package_sources():
+        for node in ast.walk(source.tree):
+            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+                continue
+            if ast.unparse(node.func.value) == "torch" and node.func.attr in MAKES_TENSORS:
+                needed = {"device"} if node.func.attr in INTEGERS else {"device", "dtype"}
+                if needed - {keyword.arg for keyword in node.keywords}:
+                    found.append(f"{source}:{node.lineno}: {ast.unparse(node)}")
+    assert found == []

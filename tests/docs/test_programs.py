@@ -101,7 +101,7 @@ def _readme_rank(me: Rank, resolved: Any, host: str, port: int) -> Any:
 @pytest.mark.timeout(180)
 def test_the_page_on_integration() -> None:
     settings = next(block for block in blocks_of(ROOT / "docs/en/integration.md") if block.language == "yaml")
-    _, areal = python_blocks("docs/en/integration.md")
+    _, areal, _ = python_blocks("docs/en/integration.md")
     names: dict[str, Any] = {"config": yaml.safe_load(settings.code)}
     areal.run(names)
     assert names["resolved"].topology.world_size == 16
@@ -115,6 +115,19 @@ def test_the_page_on_integration() -> None:
     served, trained = run_ranks(_integration_rank, 2, resolved, store.port)
     assert len(served) == NUM_STEPS
     assert all(torch.equal(*pair) for pair in zip(served, trained, strict=True))
+
+
+def test_the_suite_on_the_page_on_integration() -> None:
+    names: dict[str, Any] = {}
+    python_blocks("docs/en/integration.md")[2].run(names)
+    for move in ("one_tensor", "parameters_replaced"):
+        names["test_it_is_followed_wherever_it_moves"](new_linears(), move)
+    names["test_it_is_refused_when_it_cannot_be_written"](new_linears(), "cast")
+
+
+def new_linears() -> torch.nn.Module:
+    """What the page's fixture makes."""
+    return torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 8)).bfloat16()
 
 
 def _integration_rank(me: Rank, resolved: Any, port: int) -> list[torch.Tensor]:

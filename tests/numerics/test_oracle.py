@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from awex_delta.detection import invert
+from awex_delta.detection import adamw, invert
 from awex_delta.detection.adamw import AdamWStep
 from awex_delta.detection.invert import detect_changes
 from awex_delta.detection.slices import OwnedSlice
@@ -176,6 +176,13 @@ def owned_slice(name: str, state: State, step: int, *, begin: int = 0) -> OwnedS
     )
 
 
+def disproved(state: State, before: torch.Tensor, told: AdamWStep) -> torch.Tensor:
+    """Which masters cannot come from `before` by the step that is told."""
+    coefficients = adamw.invert(told).coefficients(torch.device("cpu"))
+    main = state.main.detach()
+    return adamw.disproved(main, state.exp_avg, state.exp_avg_sq, before, coefficients)
+
+
 def judge(old: torch.Tensor, owned: OwnedSlice, changes: Changes) -> Counter[str]:
     """Compare the changes in one slice with the snapshot `old`, bit for bit, codes and values included."""
     new = owned.weight
@@ -211,8 +218,10 @@ def run(
     olds, slices, begin = {}, [], 0
     for kind, (draw, numel) in WEIGHTS.items():
         state = before_step(draw(numel, generator), step, generator)
-        olds[kind] = state.main.bfloat16()
+        before = state.main.detach().clone()
+        olds[kind] = before.bfloat16()
         forward(state, step)
+        assert not disproved(state, before, step).any(), f"{step}, {kind} weights"
         slices.append(owned_slice(kind, state, told.step, begin=begin))
         begin += numel
     judged = {}
@@ -225,7 +234,7 @@ def run(
 
 
 def test_the_compiled_pass_is_judged_too() -> None:
-    assert invert._compiled_old_weights("cpu") is not None, "this machine needs a compiler for it"
+    assert invert._compiled_codes("cpu") is not None, "this machine needs a compiler for it"
     assert min(numel for _, numel in WEIGHTS.values()) >= invert._SHORTEST_COMPILED
 
 
@@ -281,17 +290,28 @@ def test_inversion_without_a_bound_misses_changes() -> None:
 BASE = AdamWStep(lr=1e-5, weight_decay=0.1, beta1=0.9, beta2=0.999, eps=1e-8, step=10)
 
 
-@pytest.mark.parametrize(
-    "told",
-    [
-        pytest.param(replace(BASE, lr=0.75e-5), id="the next lr of a decaying schedule"),
-        pytest.param(replace(BASE, lr=0.0), id="the last lr of a decaying schedule"),
-        pytest.param(replace(BASE, beta1=0.8), id="another beta1"),
-        pytest.param(replace(BASE, beta2=0.9999), id="another beta2"),
-        pytest.param(replace(BASE, step=11), id="a step too far"),
-        pytest.param(replace(BASE, weight_decay=0.0), id="the decay of another group"),
-    ],
-)
+WRONG = [
+    pytest.param(replace(BASE, lr=0.75e-5), id="the next lr of a decaying schedule"),
+    pytest.param(replace(BASE, lr=0.0), id="the last lr of a decaying schedule"),
+    pytest.param(replace(BASE, beta1=0.8), id="another beta1"),
+    pytest.param(replace(BASE, beta2=0.9999), id="another beta2"),
+    pytest.param(replace(BASE, step=11), id="a step too far"),
+    pytest.param(replace(BASE, weight_decay=0.0), id="the decay of another group"),
+]
+
+
+@pytest.mark.parametrize("told", WRONG)
+@pytest.mark.parametrize("form", DAILY)
+def test_a_few_masters_show_that_a_record_is_wrong(told: AdamWStep, form: str) -> None:
+    generator = torch.Generator().manual_seed(1)
+    state = before_step(normal_weights(1024, generator), BASE, generator)
+    before = state.main.detach().clone()
+    FORWARDS[form](state, BASE)
+    assert not disproved(state, before, BASE).any()
+    assert int(disproved(state, before, told).sum()) > 100
+
+
+@pytest.mark.parametrize("told", WRONG)
 def test_no_bound_covers_a_wrong_record(told: AdamWStep) -> None:
     # Which is why a record is made inside the step, and a missing one means a full sync.
     assert kernel_counts(BASE)["missed"] == 0

@@ -19,10 +19,9 @@ from safetensors.torch import load_file
 from awex_delta.folder.chain import Catalogue
 from awex_delta.folder.folder import INDEX, Folder, Step, ignore_step, version_name
 from awex_delta.folder.manifest import Manifest
-from awex_delta.folder.publish import Job, Publisher, Ranks
+from awex_delta.folder.publish import Job, Publisher
 from awex_delta.folder.pull import LocalCheckpoint
-from awex_delta.protocol.rendezvous import Rendezvous
-from tests.ranks.disk import Engine, Trainers, Weights, files_below
+from tests.ranks.disk import Engine, Trainers, Weights, files_below, publisher, recorded_jobs
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -33,27 +32,7 @@ FIRST_KILLED = 3
 @pytest.fixture(scope="module")
 def recorded() -> tuple[Trainers, list[Job]]:
     """What a trainer would have written as versions F0 D1 F2 D3 F4, and its weights at each."""
-    trainers = Trainers("memory://recorded", num_trainers=1, anchor_interval=1)
-    writer, jobs = trainers.writers[0], list[Job]()
-    real = writer._publisher
-
-    class Recorder:
-        bytes_per_second = None
-
-        def publish(self, job: Job) -> str:
-            jobs.append(job)
-            return real.publish(job)
-
-    writer._publisher = Recorder()  # type: ignore[assignment]
-    trainers.write(*range(VERSIONS))
-    assert trainers.kinds == "FDFDF"
-    trainers.close()  # its thread that shows signs of life must hold no lock while a child forks
-    return trainers, jobs
-
-
-def publisher(path: Path, step: Step = ignore_step) -> Publisher:
-    """A writer of one rank that keeps one anchor."""
-    return Publisher(Folder(str(path)), Ranks(Rendezvous.alone(), 0, 5.0), 1, step)
+    return recorded_jobs(VERSIONS)
 
 
 def run_and_die(work: Callable[[], object]) -> None:

@@ -404,7 +404,7 @@ def check_doubts(me: Rank) -> None:
     assert detection.reason is Reason.MASTER_MISMATCH
     assert "weight" in detection.detail
     tiny.optimizer.reload_model_params()
-    assert view.detect().reason is Reason.NONE, "this replacement leaves no trace"
+    assert view.detect().reason is Reason.STEP_DISPROVED, "a sample shows what leaves no trace"
     view.weights_replaced()
     assert view.detect().reason is Reason.STEP_GAP
     view.committed()

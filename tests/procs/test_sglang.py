@@ -17,10 +17,11 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from awex_delta.engines.sglang.loader import attached, load, message
-from awex_delta.errors import UpdateAborted
+from awex_delta.errors import LayoutError, UpdateAborted
 from awex_delta.protocol.rendezvous import Joining, Rendezvous, host_store
 from awex_delta.protocol.sender import Sender
 from awex_delta.protocol.stats import UpdateStats
+from awex_delta.protocol.verdict import Reason
 from awex_delta.settings.agreed import DeltaSettings
 from awex_delta.testing.procs import Rank, run_ranks
 from awex_delta.testing.tiny_models import TinySpec, build_trainer, hf_config
@@ -185,12 +186,12 @@ def fail_on_trainer(me: Rank, case: Case, port: int) -> list[str]:
     view = MegatronTrainer.attach(tiny.chunks, tiny.optimizer, tiny.hf_config, settings=SETTINGS)
     sender = Sender(view, Rendezvous(num_engine_ranks=1, num_trainer_ranks=1, port=port), 0, SETTINGS)
     seen = []
-    for version in range(5):
+    for version in range(6):
         tiny.train_step()
         write_checkpoint(me, view, version)
         try:
-            seen.append(sender.update_weights(version).verdict.kind.value)
-        except UpdateAborted as error:
+            seen.append(str(sender.update_weights(version).verdict))
+        except (UpdateAborted, LayoutError) as error:
             seen.append(str(error))
     return seen
 
@@ -209,35 +210,39 @@ def fail_on_engine(me: Rank, case: Case, port: int) -> list[str]:
             fresh: Any = sglang_cpu.build(config)
             fresh.load_weights(list(read_checkpoint(me, version).items()))
             assert sglang_cpu.differing(model, fresh) == [], version
-            return outcome.verdict.kind.value
+            return str(outcome.verdict)
         return str(outcome)
 
     seen = [update(0)]
-    before = bits(model)
-
-    # A weight that SGLang has moved: every rank gives the update up, and nothing was written.
+    # Weights that SGLang has moved are written where they are now.
     norm = model.model.norm.weight
-    norm.data = norm.data.clone()
+    norm.data = torch.zeros_like(norm)
     seen.append(update(1))
+
+    # A weight that SGLang has cast: every rank gives the update up, and nothing was written.
+    norm.data = norm.data.float()
+    before = bits(model)
+    seen.append(update(2))
     assert bits(model) == before
-    assert (held(model).receiver.ready, held(model).receiver.version) == (True, 0)
+    assert not held(model).receiver.ready
 
     # Connected anew, the views are of the storage that is there now.
+    norm.data = norm.data.bfloat16()
     load(model, message("disconnect", pairing))
     assert attached(model) is None
-    seen.append(update(2))
+    seen.append(update(3))
 
     # A failure after the first write: SGLang must not go on serving a mixture.
     view = held(model).view
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(view, "synchronize", lambda: 1 / 0)
         with pytest.raises(UpdateAborted) as caught:
-            update(3)
+            update(4)
     seen.append(str(caught.value))
     assert held(model).receiver.dirty
     scheduler = sglang_cpu.Scheduler(model, lambda: view.version)
-    seen.append(update(4))
-    assert scheduler.flushes == [4]
+    seen.append(update(5))
+    assert scheduler.flushes == [5]
 
     # Another pairing must not be taken for this one, nor a draft model for the target.
     another = replace(pairing.rendezvous, name="another")
@@ -252,6 +257,8 @@ def fail_on_engine(me: Rank, case: Case, port: int) -> list[str]:
 def test_a_failure_is_known_on_both_sides_and_the_next_update_repairs_it() -> None:
     engine, trainer = run_ranks(fail_and_recover, 2, timeout_seconds=280)
     assert engine == trainer
-    assert [engine[0], engine[2], engine[4]] == ["full", "full", "full"]
-    assert "model.norm.weight has moved in SGLang's memory" in engine[1]
-    assert "ZeroDivisionError" in engine[3]
+    assert [text.startswith("full, ") for text in engine] == [True, True, False, True, False, True]
+    assert Reason.ENGINE_MOVED.text in engine[1]
+    assert "model.norm.weight" in engine[1]
+    assert "model.norm.weight: the trainer sends bfloat16, engine 'sglang' serves float32" in engine[2]
+    assert "ZeroDivisionError" in engine[4]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen2MoeConfig
 from awex_delta.engines.sglang.adapter import SGLangEngine
 from awex_delta.engines.view import EngineView
 from awex_delta.errors import LayoutError
+from awex_delta.testing.contract.engines import MOVES, UNUSABLE, EngineTrial
 from awex_delta.testing.procs import Rank, run_ranks
 from awex_delta.testing.tiny_models import TinySpec, hf_config
 from tests import sglang_cpu
@@ -121,13 +124,12 @@ def check_refusals(me: Rank) -> None:
     model: Any = sglang_cpu.build(QWEN3_MOE)
     engine = SGLangEngine(model)
     names = [entry.name for entry in engine.tensors()]
-    engine.require_unmoved()
     norm = model.model.norm.weight
-    norm.data = norm.data.clone()
-    with pytest.raises(LayoutError, match=r"model\.norm\.weight has moved"):
-        engine.require_unmoved()
-    assert [entry.name for entry in engine.tensors()] == names, "connecting again publishes what is there now"
-    engine.require_unmoved()
+    norm.data = torch.full_like(norm, 3)
+    moved = {entry.name: entry.view for entry in engine.tensors()}
+    assert list(moved) == names
+    moved["model.norm.weight"].fill_(5)
+    assert norm.unique().tolist() == [5], "what is written is what SGLang computes with now"
 
     layer = model.model.layers[1]
     qkv, experts = layer.self_attn.qkv_proj, layer.mlp.experts
@@ -153,3 +155,32 @@ def check_refusals(me: Rank) -> None:
 
 def test_what_cannot_be_written_in_place_is_refused_by_name() -> None:
     run_ranks(check_refusals, 1, timeout_seconds=180)
+
+
+def check_contract(me: Rank, config: PretrainedConfig) -> None:
+    sglang_cpu.start(me, config)
+    model, fresh = sglang_cpu.build(config), sglang_cpu.build(config)
+
+    def held(one: torch.nn.Module) -> list[torch.Tensor]:
+        return [param.detach() for param in one.parameters()]
+
+    def loaded(weights: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+        loader: Any = fresh
+        tied = config.tie_word_embeddings
+        loader.load_weights([(n, w) for n, w in weights.items() if not (tied and n == "lm_head.weight")])
+        return held(fresh)
+
+    with EngineTrial([SGLangEngine(model)], lambda: held(model), loaded) as trial:
+        for move in ("data_swapped", "one_tensor", "parameters_replaced", "one_storage_for_all"):
+            trial.check_move(partial(MOVES[move], model))
+        for change in ("cast", "offloaded", "quantized"):
+            trial.check_refusal(partial(UNUSABLE[change], model))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [pytest.param(QWEN3, id="qwen3"), pytest.param(QWEN3_MOE, id="qwen3-moe", marks=pytest.mark.all)],
+)
+def test_a_model_of_sglang_is_followed_wherever_it_moves(config: PretrainedConfig) -> None:
+    """Against the parameters of a second instance, into which SGLang's own loader loads."""
+    run_ranks(check_contract, 1, config, timeout_seconds=180)

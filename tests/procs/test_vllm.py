@@ -28,8 +28,10 @@ from tests.procs.vllm_members import (
     VllmMember,
     VllmOptions,
     addresses_of,
+    cast_norm,
     fail_next_apply,
     lose_weights,
+    move_weights,
     state_of,
 )
 from tests.procs.vllm_training import NUM_VERSIONS, Training, config_only, plan_of
@@ -187,6 +189,41 @@ def test_a_failed_update_keeps_requests_stopped_and_the_cache_untouched(
         assert again.verdict.reason in (Reason.ENGINE_DIRTY, Reason.PREVIOUS_ABORTED)
         reasons = [one.verdict.reason for one in stats[-2:] if isinstance(one, UpdateStats)]
         assert reasons == [Reason.NONE, Reason.ENGINE_STALE]
+
+
+@pytest.mark.all
+@pytest.mark.parametrize("model", ["qwen3", "qwen3-moe"])
+def test_vllm_is_followed_wherever_its_weights_move(
+    model: ModelName, tmp_path: Path, member: Callable[[VllmOptions], VllmMember]
+) -> None:
+    plan = plan_of(model)
+    training = Training(plan, tmp_path, num_engine_ranks=1, aborted=ABORTED)
+    engine, fresh = member(VllmOptions()), member(VllmOptions())
+    engine.ask("load", config_only(plan, tmp_path / "config"), "dummy")
+    engine.ask("connect", init_info(training.rendezvous, SETTINGS))
+
+    def follow(version: int) -> None:
+        engine.ask("update", version)
+        fresh.ask("load" if version == 1 else "reload", training.checkpoint(version))
+        assert engine.ask("generate") == fresh.ask("generate"), version
+
+    follow(1)
+    engine.ask("rpc", move_weights, "data_swapped")
+    follow(2)
+    engine.ask("rpc", move_weights, "offloaded_and_reloaded")
+    follow(3)
+    engine.ask("rpc", cast_norm, torch.float32)
+    with pytest.raises(RuntimeError, match=r"(?s)model\.norm\.weight: .*float32.*must not be served"):
+        engine.ask("update", ABORTED)
+    engine.ask("rpc", cast_norm, torch.bfloat16)
+    follow(ABORTED)
+    engine.ask("rpc", move_weights, "weights_lost")
+    follow(5)
+    follow(6)
+    (stats, *_) = training.outcome()
+    reasons = [one if isinstance(one, str) else one.verdict.reason for one in stats]
+    assert reasons[1:3] == [Reason.ENGINE_MOVED] * 2
+    assert reasons[3:] == ["LayoutError", Reason.PREVIOUS_ABORTED, Reason.ENGINE_MOVED, Reason.NONE]
 
 
 def test_weights_that_vllm_packed_are_refused_and_its_own_kernels_agree(

@@ -317,3 +317,16 @@ def lose_weights(worker: Any) -> None:
     """In a worker: what sleeping at level 2 does to weights on a GPU."""
     for weight in worker.model_runner.get_model().parameters():
         weight.data.zero_()
+
+
+def move_weights(worker: Any, move: str) -> None:
+    """In a worker: let parameters come to lie elsewhere."""
+    from awex_delta.testing.contract.engines import MOVES
+
+    MOVES[move](worker.model_runner.get_model())
+
+
+def cast_norm(worker: Any, dtype: torch.dtype) -> None:
+    """In a worker: hold the last norm in another dtype."""
+    norm = worker.model_runner.get_model().model.norm.weight
+    norm.data = norm.data.to(dtype)

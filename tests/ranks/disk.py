@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import HashStore
 
-from awex_delta.folder.folder import Folder, version_name
+from awex_delta.folder.folder import Folder, Step, ignore_step, version_name
+from awex_delta.folder.publish import Job, Publisher, Ranks
 from awex_delta.folder.reader import DiskReader
 from awex_delta.folder.writer import DiskWriter
 from awex_delta.protocol.rendezvous import Rendezvous
@@ -183,6 +184,30 @@ class Engine:
         """Leave on every rank."""
         self.threads.run(lambda rank: self.readers[rank].close())
         self.threads.close()
+
+
+def recorded_jobs(num_versions: int) -> tuple[Trainers, list[Job]]:
+    """What a trainer of one rank would write as versions F0 D1 F2 D3 ..., and the trainer."""
+    trainers = Trainers("memory://recorded", num_trainers=1, anchor_interval=1)
+    writer, jobs = trainers.writers[0], list[Job]()
+    real = writer._publisher
+
+    class Recorder:
+        bytes_per_second = None
+
+        def publish(self, job: Job) -> str:
+            jobs.append(job)
+            return real.publish(job)
+
+    writer._publisher = Recorder()  # type: ignore[assignment]
+    trainers.write(*range(num_versions))
+    trainers.close()  # its thread that shows signs of life must hold no lock while a child forks
+    return trainers, jobs
+
+
+def publisher(path: Path, step: Step = ignore_step) -> Publisher:
+    """A writer of one rank that keeps one anchor."""
+    return Publisher(Folder(str(path)), Ranks(Rendezvous.alone(), 0, 5.0), 1, step)
 
 
 Make = Callable[..., Any]

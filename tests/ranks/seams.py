@@ -35,11 +35,11 @@ def write_by(
     written: Callable[[Scatter, torch.Tensor, torch.Tensor], None],
 ) -> None:
     """Let `written` do all writes to one engine, from what writes, positions in its line, and values."""
-    tensors = [tensor.view for tensor in engine.tensors() if tensor.tied_to is None]
+    theirs = {tensor.view.untyped_storage().data_ptr() for tensor in engine.tensors()}
     scatter = Storages.scatter
 
     def write(self: Storages, pos: torch.Tensor, value: torch.Tensor) -> None:
-        if self.hold(tensors):
+        if {memory.cells.untyped_storage().data_ptr() for memory in self._memories} == theirs:
             written(lambda pos, value: scatter(self, pos, value), pos, value)
         else:
             scatter(self, pos, value)

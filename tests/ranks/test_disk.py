@@ -16,18 +16,23 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from typer.testing import CliRunner
 
-from awex_delta.errors import ChainError, ConfigError, LayoutError, UpdateAborted
+from awex_delta.cli.main import app
+from awex_delta.errors import AwexDeltaError, ChainError, ConfigError, LayoutError, UpdateAborted
 from awex_delta.folder.chain import Catalogue
 from awex_delta.folder.folder import INDEX, Folder, version_name
 from awex_delta.folder.manifest import Manifest
 from awex_delta.folder.pull import LocalCheckpoint
 from awex_delta.folder.reader import DiskReader
+from awex_delta.folder.writer import DiskWriter
 from awex_delta.protocol.rendezvous import Rendezvous
 from awex_delta.protocol.verdict import Kind, Reason
+from awex_delta.testing.dict_engine import DictEngine
 from awex_delta.testing.ranks import results
 from awex_delta.trainers.torch_adamw import TorchAdamWTrainer
 from awex_delta.trainers.view import TrainerLayout, WeightInfo
+from tests.pairing import differing
 from tests.ranks.conftest import BIAS, CUT, DOWN, EMBED, SHAPES
 from tests.ranks.disk import SETTINGS as DISK_SETTINGS
 from tests.ranks.disk import Engine, Trainers, files_below
@@ -497,3 +502,69 @@ def test_what_cannot_work_is_refused_at_once(build: Build) -> None:
         DiskReader(
             view, trainers.settings, rendezvous=Rendezvous(num_engine_ranks=1, num_trainer_ranks=1, port=1)
         )
+
+
+@pytest.mark.parametrize(
+    "url", ["simplecache::s3://bucket/run", "filecache::file:///run", "blockcache://run"]
+)
+def test_a_folder_behind_a_cache_is_refused_before_anything_is_opened(
+    build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str
+) -> None:
+    view, opened = build(Engine, build(Trainers, "memory://settings")).views[0], list[str]()
+    monkeypatch.setattr("fsspec.core.url_to_fs", lambda url, **_: opened.append(url))
+    said = "which keeps files that were written again since: give the URL behind it"
+    with pytest.raises(ConfigError, match=said):
+        DiskReader(view, replace(DISK_SETTINGS, disk_url=url))
+    with pytest.raises(ConfigError, match=said):
+        Trainers(url)
+    for command in (["pull", url, str(tmp_path / "local")], ["inspect", url]):
+        result = CliRunner().invoke(app, command)
+        assert result.exit_code == 2
+        assert "give the URL behind it" in result.output
+    result = CliRunner().invoke(app, ["verify", url, url])
+    assert result.exit_code == 2
+    assert "give the folder of a HF checkpoint" in result.output
+    assert opened == []
+    assert not (tmp_path / "local").exists()
+
+
+@pytest.mark.parametrize("early", [0, 1])
+def test_ranks_that_read_again_together_meet_whoever_began_alone(
+    build: Build, tmp_path: Path, early: int
+) -> None:
+    trainers = build(Trainers, str(tmp_path))
+    trainers.write(0, 1)
+    engine = build(Engine, trainers, num_ranks=2, timeout_seconds=1.5, connect_timeout_seconds=1.5)
+    for leave in (False, False, True):  # before they met, after they did, and after they left
+        if leave:
+            engine.threads.run(lambda rank: engine.readers[rank].close())
+        alone = engine.threads.run(
+            lambda rank: engine.readers[rank].update_weights() if rank == early else None
+        )
+        assert isinstance(alone[early], AwexDeltaError)
+        if any(isinstance(one, AwexDeltaError) for one in engine.try_read()):
+            engine.read()
+        assert engine.holds(trainers.history[1])
+        assert all(reader.ready for reader in engine.readers)
+
+
+def test_two_writers_of_one_process_do_not_disturb_each_other(tmp_path: Path) -> None:
+    settings = replace(DISK_SETTINGS, disk_url=str(tmp_path / "a"))
+    views = [TorchAdamWTrainer.create(SHAPES, settings=settings, lr=1e-5, seed=seed) for seed in range(2)]
+    urls = [str(tmp_path / name) for name in "ab"]
+    writers = [
+        DiskWriter(view, Rendezvous.alone(), 0, replace(settings, disk_url=url))
+        for view, url in zip(views, urls, strict=True)
+    ]
+    for version in range(3):
+        for view, writer in zip(views, writers, strict=True):
+            view.train_step()
+            stats = writer.update_weights(version)
+            assert stats.verdict.kind is (Kind.DELTA if version else Kind.FULL)
+    for view, writer, url in zip(views, writers, urls, strict=True):
+        writer.close()
+        engine = DictEngine(SHAPES)
+        reader = DiskReader(engine, replace(settings, disk_url=url))
+        assert reader.update_weights().version == 2
+        assert differing(engine, {info.param: view.tensor(info.key) for info in view.weights()}) == {}
+        reader.close()

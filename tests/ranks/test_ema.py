@@ -54,7 +54,7 @@ class Reference:
         self.bias = trainer.tensor(f"0/{BIAS}").clone()
 
     def policy(self) -> dict[str, Any]:
-        masters = {key.removeprefix("0/"): main for key, main in self._trainer._masters.items()}
+        masters = {key.removeprefix("0/"): main for key, main in self._trainer._stepped.live().items()}
         masters[ROUTER] = self._trainer.tensor(f"0/{ROUTER}")
         return {name: main.detach().numpy().copy() for name, main in masters.items()}
 

@@ -25,7 +25,7 @@ from awex_delta.testing.dict_engine import DictEngine
 from awex_delta.testing.faults import InjectedFault
 from awex_delta.testing.ranks import results
 from tests.pairing import EngineSeat, Outcome, Pairing
-from tests.ranks.conftest import DOWN, EMBED, NORM, Q_PROJ, SETTINGS, SHAPES, SOON, train, wrong
+from tests.ranks.conftest import DOWN, EMBED, NORM, Q_PROJ, SETTINGS, SHAPES, SOON, train, truth, wrong
 
 Make = Callable[..., Pairing]
 TRAINER, ENGINE = 4, 1
@@ -347,14 +347,16 @@ def test_an_engine_that_writes_less_than_was_sent_is_found(
 
 def test_weights_that_moved_between_updates_are_written_where_they_are_now(make: Make) -> None:
     """An engine that sleeps and wakes gives its parameters other storages, with the same values."""
-    pairing = ready(make(anchor_interval=2, verify="full"))
+    pairing = ready(make())
     engines = pairing.engines
-    for version, kind in ((2, Kind.DELTA), (3, Kind.FULL), (4, Kind.DELTA)):
+    for version in (2, 3):
         left = [{n: t.data for n, t in engine.tensors_by_name.items()} for engine in engines]
         for tensor in (t for engine in engines for t in engine.tensors_by_name.values()):
             tensor.data = tensor.data.clone()
         before = [{n: t.clone() for n, t in one.items()} for one in left]
-        assert pairing.commit(version)[0].verdict.kind is kind
+        verdict = pairing.commit(version)[0].verdict
+        assert (verdict.reason, verdict.ranks) == (Reason.ENGINE_MOVED, (0, 1, 2))
+        assert EMBED in verdict.detail
         assert wrong(pairing) == [{}] * 3
         for old, memory in zip(before, left, strict=True):
             assert all(torch.equal(memory[name], value) for name, value in old.items()), (
@@ -362,6 +364,31 @@ def test_weights_that_moved_between_updates_are_written_where_they_are_now(make:
             )
         assert any(not torch.equal(t, left[2][n]) for n, t in engines[2].tensors_by_name.items())
         train(pairing)
+    assert pairing.commit(4)[0].verdict.kind is Kind.DELTA
+    assert wrong(pairing) == [{}] * 3
+
+
+def test_weights_that_moved_before_ranks_connect_anew_are_noticed(make: Make) -> None:
+    pairing = ready(make())
+    pairing.engines[0].tensors_by_name[EMBED] = torch.zeros_like(pairing.engines[0].tensors_by_name[EMBED])
+    outcome = pairing.threads.run(lambda seat: pairing.ends[seat].comm.abandon())
+    assert outcome == [None] * 5
+    assert pairing.commit(2)[0].verdict.reason is Reason.ENGINE_MOVED
+    assert wrong(pairing) == [{}] * 3
+
+
+def test_an_engine_that_was_untied_in_a_failed_update_is_described_anew_in_the_next(make: Make) -> None:
+    head = "lm_head.weight"
+    view = DictEngine({**SHAPES, head: SHAPES[EMBED]}, tied={head: EMBED})
+    pairing = ready(make(engines=[EngineSeat(engine="e", view=view)], tied_embeddings=True))
+    view.tensors_by_name[head] = torch.zeros(SHAPES[EMBED], dtype=torch.bfloat16)
+    assert {type(one) for one in pairing.update([2, 3, 3])} == {LockstepError}
+    assert not pairing.receivers[0].ready
+    assert pairing.commit(2)[0].verdict.kind is Kind.FULL
+    assert torch.equal(view.tensors_by_name[head], truth(pairing)[EMBED])
+    train(pairing)
+    assert pairing.commit(3)[0].verdict.kind is Kind.DELTA
+    assert torch.equal(view.tensors_by_name[head], truth(pairing)[EMBED])
 
 
 def test_an_engine_left_dirty_by_a_lost_trainer_votes_full_to_the_next_one(make: Make) -> None:
@@ -387,10 +414,12 @@ def test_a_cache_flush_that_fails_leaves_the_engine_unready(make: Make) -> None:
     assert [type(one) for one in outcome] == [
         UpdateStats,
         UpdateStats,
-        InjectedFault,
+        UpdateError,
         UpdateStats,
         UpdateStats,
     ]
+    assert "engine rank 2, seat 2 could not publish it and is not ready" in str(outcome[2])
+    assert isinstance(outcome[2].__cause__, InjectedFault)  # type: ignore[union-attr]
     assert [receiver.ready for receiver in pairing.receivers] == [True, True, False]
     engine.committed = flush  # type: ignore[method-assign]
     train(pairing)

@@ -259,7 +259,7 @@ class Unshared:
 
 
 def masters(trainer: TorchAdamWTrainer) -> dict[str, torch.Tensor]:
-    return {key.removeprefix("0/"): tensor for key, tensor in trainer._stepped.items()}
+    return {key.removeprefix("0/"): tensor for key, tensor in trainer._stepped.live().items()}
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import zstandard
 
-from awex_delta.errors import ConnectError, LockstepError, PeerError
+from awex_delta.errors import ConnectError, LockstepError, PeerError, UpdateError
 from awex_delta.plan.columns import pack
 from awex_delta.protocol.stats import UpdateStats
 from awex_delta.protocol.verdict import Kind, Reason
@@ -38,25 +38,28 @@ def check_at_once(begin: float) -> None:
 
 def test_a_failure_outside_any_phase_ends_the_update_of_all_at_once(make: Make) -> None:
     pairing = ready(make())
-    fail_once(pairing.trainers[1], "transfer", OSError("no memory for the gradients"))
+    error = OSError("no memory for a row")
+    fail_once(pairing.senders[1].comm, "gather", error)
     begin = time.monotonic()
     outcome = pairing.update(2)
     check_at_once(begin)
-    assert errors(outcome) == [PeerError] * 4 + [OSError]
+    assert errors(outcome) == [PeerError] * 4 + [UpdateError]
+    assert "trainer rank 1, seat 4: OSError: no memory for a row" in str(outcome[TRAINER])
+    assert outcome[TRAINER].__cause__ is error  # type: ignore[union-attr]
     assert [receiver.ready for receiver in pairing.receivers] == [True] * 3
     check_recovery(pairing, 2, Reason.PREVIOUS_ABORTED)
 
 
 def test_a_rank_that_tries_again_at_once_does_not_disturb_the_old_update(make: Make) -> None:
     pairing = ready(make(connect_timeout_seconds=SOON))
-    fail_once(pairing.trainers[1], "transfer", OSError("no memory for the gradients"))
+    fail_once(pairing.senders[1].comm, "gather", OSError("no memory for a row"))
     sender = pairing.senders[1]
     update = sender.update_weights
 
     def again(version: int) -> UpdateStats:
         try:
             return update(version)
-        except OSError:
+        except UpdateError:
             return update(version + 1)
 
     sender.update_weights = again  # type: ignore[method-assign]

@@ -162,6 +162,29 @@ def test_two_groups_at_different_paces(
     assert world.truth[A]["model.norm.weight"].equal(world.truth[B]["model.norm.weight"]) is False
 
 
+def test_weights_that_are_away_fail_every_group_until_they_are_back(make: Callable[..., World]) -> None:
+    world = make()
+    for step in range(2):
+        world.train()
+        world.update({A: step, B: step})
+    world.train()
+    weight = world.trainers[1]._weights["0/model.norm.weight"]
+    held, storage = weight.clone(), weight.untyped_storage()
+    storage.resize_(0)
+    update = world.update({A: 2, B: 2})
+    assert update.committed == {}
+    for name in (A, B):
+        assert "WeightsAwayError" in update.failed[name]
+        assert "trainer rank 1, seat" in update.failed[name]
+        assert "0/model.norm.weight: its storage was freed" in update.failed[name]
+        assert all(receiver.ready and receiver.version == 1 for receiver in world.receivers[name])
+    storage.resize_(held.nbytes)
+    weight.copy_(held)
+    update = world.update({A: 2, B: 2})
+    assert {name: kind(update, name) for name in (A, B)} == {A: "D", B: "D"}
+    world.check()
+
+
 @pytest.mark.parametrize("order", [(A, B), (B, A)])
 def test_a_group_that_is_gone_stops_nobody_and_comes_back(
     make: Callable[..., World], order: tuple[str, str]
@@ -238,7 +261,7 @@ def test_a_failure_on_one_trainer_rank_is_one_of_that_target_alone(
     world.check()
 
 
-def test_what_one_rank_raises_after_the_commit_is_a_full_sync_later(
+def test_a_step_record_that_one_rank_cannot_forget_stops_one_target_alone(
     make: Callable[..., World], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = make(accumulate=True)
@@ -254,7 +277,10 @@ def test_what_one_rank_raises_after_the_commit_is_a_full_sync_later(
     with monkeypatch.context() as patch:
         patch.setattr(view, "committed", fail)
         update = world.update({A: 2, B: 2})
-    assert update.failed == {A: "trainer rank 1: KeyError: 'a bug of the adapter'"}
+    assert list(update.failed) == [A]
+    for rank in range(TRAINERS):
+        assert f"trainer rank {rank}: UpdateAborted" in update.failed[A]
+    assert "KeyError: 'a bug of the adapter'" in update.failed[A]
     update = world.update({A: 3, B: 3})
     assert (kind(update, A), kind(update, B)) == (Reason.PREVIOUS_ABORTED.name, "D")
     world.check()

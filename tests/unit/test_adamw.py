@@ -11,7 +11,7 @@ from typing import Literal
 import pytest
 import torch
 
-from awex_delta.detection.adamw import AdamWStep, Examination, State, examine, invert, old_weights
+from awex_delta.detection.adamw import AdamWStep, Examination, State, codes, examine, invert
 from awex_delta.errors import NumericsError
 from awex_delta.lines.bits import UNSTATED, step_code
 from tests.kernels import KernelForm, adamw_kernel_step, fused_multiply_add
@@ -39,17 +39,14 @@ CPU = torch.device("cpu")
 def stated(state: State, step: AdamWStep, *, moment_error: float = 0.0) -> torch.Tensor:
     """Codes after the first look."""
     coefficients = invert(step, moment_error=moment_error).coefficients(CPU)
-    old, differs = old_weights(state.main, state.exp_avg, state.exp_avg_sq, state.weight, coefficients)
-    code = step_code(old, state.weight).masked_fill(old.isnan(), UNSTATED)
-    assert torch.equal(differs == 1, code != 0)
-    return code
+    return codes(state.main, state.exp_avg, state.exp_avg_sq, state.weight, coefficients)
 
 
 def look(state: State, step: AdamWStep) -> Examination:
     return examine(state, zeros_stay=invert(step).zeros_stay)
 
 
-def codes(state: State, step: AdamWStep) -> list[int]:
+def both_looks(state: State, step: AdamWStep) -> list[int]:
     """What detection makes of both looks."""
     code = stated(state, step)
     return code.masked_fill((code == UNSTATED) & look(state, step).still_zero, 0).tolist()
@@ -169,7 +166,7 @@ def test_zero_weights_against_every_kernel(form: KernelForm) -> None:
         step = replace(STEP, step=number)
         adamw_kernel_step(main, grad, exp_avg, exp_avg_sq, step, form)
         after = state(main.clone(), exp_avg.clone(), exp_avg_sq.clone())
-        sent = [code != 0 for code in codes(after, step)]
+        sent = [code != 0 for code in both_looks(after, step)]
         changed = (old.view(torch.int16) != after.weight.view(torch.int16)).tolist()
         assert all(sent[i] for i in range(len(sent)) if changed[i])
         assert bool((stated(after, step)[after.weight == 0] == UNSTATED).all())
@@ -178,7 +175,7 @@ def test_zero_weights_against_every_kernel(form: KernelForm) -> None:
 
 def test_a_zero_with_negative_zero_momentum_is_sent() -> None:
     # Such momentum turns -0 into +0 where decay is applied inside the update.
-    assert codes(state(fp32(0.0, 0.0), fp32(0.0, -0.0)), STEP) == [0, UNSTATED]
+    assert both_looks(state(fp32(0.0, 0.0), fp32(0.0, -0.0)), STEP) == [0, UNSTATED]
 
 
 def test_flushing_is_covered_at_the_first_step() -> None:
@@ -187,7 +184,7 @@ def test_flushing_is_covered_at_the_first_step() -> None:
     step = replace(STEP, step=1)
     after = taken(old, torch.zeros_like(old), step, form)
     assert after.main.tolist() == [0.0, 0.0, 0.0]
-    assert codes(after, step) == [UNSTATED] * 3
+    assert both_looks(after, step) == [UNSTATED] * 3
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 3.4e38])  # the last rounds to infinity
@@ -196,7 +193,7 @@ def test_weights_that_are_not_finite_are_always_sent(value: float, lr: float) ->
     for decay in (0.0, 0.1):
         step = replace(STEP, lr=lr, weight_decay=decay)
         after = state(fp32(value), 1e-3, 1e-6)
-        assert codes(after, step) == [UNSTATED]
+        assert both_looks(after, step) == [UNSTATED]
         assert not look(after, step).master_mismatch
         assert not look(after, step).moments_invalid
 
@@ -218,19 +215,19 @@ def test_weights_that_are_not_finite_are_always_sent(value: float, lr: float) ->
 def test_invalid_moments_are_never_overlooked(exp_avg: float, exp_avg_sq: float, lr: float) -> None:
     step = replace(STEP, lr=lr)
     after = state(fp32(0.5), exp_avg, exp_avg_sq)
-    assert codes(after, step) == [UNSTATED]
+    assert both_looks(after, step) == [UNSTATED]
     assert look(after, step).moments_invalid
 
 
 def test_moments_that_overflow_in_some_kernel_are_uncertain() -> None:
     after = state(fp32(0.5), 1.0, 3e38)  # exp_avg_sq / c2 is infinite, and the update zero
-    assert codes(after, STEP) == [UNSTATED]
+    assert both_looks(after, STEP) == [UNSTATED]
 
 
 def test_eps_zero_inverts_what_has_a_gradient_and_nothing_else() -> None:
     step = replace(STEP, eps=0.0)
     after = state(fp32(0.5, 0.5, 0.5), fp32(0.0, 1e-3, 1e-25), fp32(0.0, 1e-6, 2.0**-130))
-    assert codes(after, step) == [UNSTATED, 0, UNSTATED]
+    assert both_looks(after, step) == [UNSTATED, 0, UNSTATED]
 
 
 @pytest.mark.parametrize("lr", [1e-5, 0.0])
@@ -240,7 +237,7 @@ def test_a_weight_that_is_not_its_rounded_master_is_found(lr: float) -> None:
     replaced[500] += 1
     after = replace(state(main, 1e-3, 1e-6), weight=replaced.view(torch.bfloat16))
     step = replace(STEP, lr=lr)
-    assert codes(after, step)[500] == UNSTATED
+    assert both_looks(after, step)[500] == UNSTATED
     assert look(after, step).master_mismatch
     assert not look(state(main, 1e-3, 1e-6), step).master_mismatch
 

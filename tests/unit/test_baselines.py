@@ -324,12 +324,12 @@ def test_memory_is_one_byte_an_owned_element_and_none_before_the_first_commit() 
 
 
 def test_hooks_come_only_with_the_setting_and_go_with_the_last_baseline() -> None:
-    off, on = TorchAdamWTrainer.create(SHAPES), TorchAdamWTrainer.create(SHAPES, settings=ON)
-    plain, followed = (trainer.optimizer._optimizer_step_pre_hooks for trainer in (off, on))
-    assert (len(plain), len(followed)) == (0, 1)
+    plain, on = TorchAdamWTrainer.create(SHAPES), TorchAdamWTrainer.create(SHAPES, settings=ON)
+    alone, followed = (trainer.optimizer._optimizer_step_pre_hooks for trainer in (plain, on))
+    assert (len(alone), len(followed)) == (1, 2)
     other = on._baselines.add()
     on.detach()
-    assert len(followed) == 1
+    assert len(followed) == 2
     other.detach()
     assert len(followed) == 0
 

@@ -1,23 +1,27 @@
-"""The record of `awex-delta bench detect`: both methods side by side, on few elements."""
+"""The record of `awex-delta bench detect`: all methods side by side, on few elements."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from benchmarks.detect import detect, run, snapshot, train
 
 
-def test_both_methods_stand_side_by_side() -> None:
+def test_all_methods_stand_side_by_side() -> None:
     record = run(num_elements=100_000, repeats=1)
     methods = record["methods"]
     assert isinstance(methods, dict)
-    adamw, copied = methods["adamw"], methods["snapshot"]
-    assert adamw.keys() == copied.keys()
-    assert (adamw["kept_bytes"], copied["kept_bytes"]) == (0, 200_000)
-    # Six bytes a change; inversion sends a few in a thousand besides.
-    assert copied["wire_bytes"] <= adamw["wire_bytes"] <= 1.02 * copied["wire_bytes"] + 60
-    assert copied["wire_bytes"] == 6 * round(record["changed_share"] * 100_000)  # type: ignore[operator]
-    assert record["num_missed"] == 0
+    assert set(methods) == {"adamw", "capture", "snapshot"}
+    assert {method["num_missed"] for method in methods.values()} == {0}
+    # Inversion sends a few in a thousand besides, the others nothing.
+    assert methods["capture"]["extra_share"] == methods["snapshot"]["extra_share"] == 0.0
+    assert 0 <= methods["adamw"]["extra_share"] < 0.02
+    changed_share = record["changed_share"]
+    assert isinstance(changed_share, float)
+    kept = {name: method["kept_bytes_per_element"] for name, method in methods.items()}
+    assert kept == {"adamw": 0, "capture": pytest.approx(9 * changed_share), "snapshot": 2}
+    assert [methods[name]["seconds_in_step"] > 0 for name in methods] == [False, True, False]
 
 
 def test_the_snapshot_is_of_the_weights_before_the_step() -> None:

@@ -216,7 +216,7 @@ CROSS_REFUSALS: list[tuple[Mapping[str, object], Mapping[str, object], list[str]
         {},
         [
             "train.weight_update_delta_accumulate = True",
-            "a snapshot covers any number of steps by itself",
+            "snapshot covers any number of steps by itself",
             "Remedy: set weight_update_delta_accumulate: false, or weight_update_delta_method: adamw",
         ],
     ),
@@ -586,7 +586,7 @@ def test_an_empty_environment_means_off() -> None:
         ({"DTE_DELTA_ANCHOR_INTERVAL": None}, ["DTE_DELTA_ANCHOR_INTERVAL is not set"]),
         ({"DTE_DELTA_ANCHOR_INTERVAL": "9" * 5000}, ["whole number"]),
         ({"DTE_DELTA_ENCODING": "xor"}, ["DTE_DELTA_ENCODING is 'xor'", "indices"]),
-        ({"DTE_DELTA_METHOD": "sgd"}, ["DTE_DELTA_METHOD is 'sgd'", "one of adamw, snapshot"]),
+        ({"DTE_DELTA_METHOD": "sgd"}, ["DTE_DELTA_METHOD is 'sgd'", "one of adamw, capture, snapshot"]),
         ({"DTE_DELTA_ACCUMULATE": "yes"}, ["DTE_DELTA_ACCUMULATE is 'yes'", "1, true, True"]),
         ({"DTE_VERIFY": "some"}, ["DTE_VERIFY is 'some'", "off, touched, full"]),
         ({"DTE_VERIFY_INTERVAL": "-2"}, ["DTE_VERIFY_INTERVAL is '-2'", "whole number"]),

@@ -84,7 +84,8 @@ def moved(relocations: Sequence[Relocation], parameter: torch.Tensor) -> dict[st
 def prove_relocation(
     convert: Converter, shape: Sequence[int], dtype: torch.dtype = torch.bfloat16
 ) -> tuple[Relocation, ...] | None:
-    return Prover().prove("weight", convert, shape, dtype)
+    like = torch.empty(tuple(shape), dtype=dtype, device="meta")
+    return Prover(0).prove("weight", convert, like, convert(like))
 
 
 def proved(
@@ -215,6 +216,22 @@ def test_a_converter_that_answers_differently_each_time_is_found_out() -> None:
         return [("a", tensor if len(calls) % 2 else tensor.flip(0))]
 
     assert prove_relocation(alternate, (60, 10), torch.bfloat16) is None
+
+
+@pytest.mark.parametrize(("rank", "proved"), [(0, True), (1, False)])
+def test_data_of_another_rank_is_not_taken_for_ones_own(rank: int, proved: bool) -> None:
+    """What rank 0 was given is what a gather between both would bring to either."""
+    given = list[torch.Tensor]()
+    like = torch.empty(60, 10, dtype=torch.bfloat16, device="meta")
+
+    def note(tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+        given.append(tensor.clone())
+        return [("a", tensor)]
+
+    assert Prover(0).prove("weight", note, like, note(like)) is not None
+    of_rank_0 = iter(given)
+    found = Prover(rank).prove("weight", lambda _: [("a", next(of_rank_0))], like, [("a", next(of_rank_0))])
+    assert (found is not None) == proved
 
 
 def test_a_normalised_lm_head_is_found_out() -> None:

@@ -18,10 +18,13 @@ from awex_delta.detection.adamw import AdamWStep
 from awex_delta.detection.invert import StepOf, detect_changes
 from awex_delta.detection.slices import Detection, OwnedSlice
 from awex_delta.errors import UnsupportedError
-from awex_delta.lines.bits import UNSTATED
+from awex_delta.lines.bits import UNSTATED, step_code
 from awex_delta.protocol.verdict import Reason
 
 STEP = AdamWStep(lr=1e-5, weight_decay=0.01, beta1=0.9, beta2=0.999, eps=1e-8, step=1)
+
+
+STILL = replace(STEP, lr=0.0, step=3)
 
 
 class Training:
@@ -362,10 +365,10 @@ def test_slices_are_only_read() -> None:
 @pytest.fixture
 def fresh_compilation() -> Iterator[None]:
     """Nothing compiled before is used, and nothing compiled here is kept."""
-    detect._compiled_old_weights.cache_clear()
+    detect._compiled_codes.cache_clear()
     torch._dynamo.reset()
     yield
-    detect._compiled_old_weights.cache_clear()
+    detect._compiled_codes.cache_clear()
     torch._dynamo.reset()
 
 
@@ -403,21 +406,56 @@ def test_one_compilation_serves_all_sizes_and_steps(
     assert pos.numel() <= eager.numel() + 32
 
 
+def codes_by_casts(state: adamw.State, inversion: adamw.Inversion) -> torch.Tensor:
+    """What `adamw.codes` says, by casts and comparisons of floating-point numbers."""
+    move = inversion.update_scale * (
+        state.exp_avg / (state.exp_avg_sq.sqrt() * inversion.root_scale + inversion.eps)
+    )
+    error = inversion.err_weight * state.main.abs() + inversion.err_update * move.abs() + inversion.err_floor
+    move = move + inversion.decay_scale * state.main
+    low, high = ((state.main + (move + end)).bfloat16().float() for end in (-error, error))
+    certain = (low == high) & (low.abs() <= 2.0**126) & (state.main.bfloat16() == state.weight)
+    certain &= (state.exp_avg_sq >= inversion.min_sq) & (state.exp_avg_sq <= inversion.max_sq)
+    return torch.where(certain, step_code(low.bfloat16(), state.weight), UNSTATED)
+
+
+def special_states() -> adamw.State:
+    """All combinations of special masters, moments, squares and weights, three of each beside each other."""
+    nans = torch.tensor([0x7FFFFFFF, -1, 0x7FC00000, -0x400000], dtype=torch.int32).view(torch.float32)
+    numbers = torch.tensor(
+        [0.0, -0.0, float("inf"), -float("inf"), 1e-40, 2.0**-126, 2.0**126, 3e38, 1.0, 1 + 2.0**-8, -3.0]
+    )
+    masters = torch.cat([numbers, nans]).repeat_interleave(3)
+    moments = torch.cat([torch.tensor([0.0, -0.0, 1e-3, -1e-3, 7.0, float("inf")]), nans])
+    squares = torch.cat([torch.tensor([0.0, -0.0, 1e-40, 1e-6, -1e-6, -1e-40, float("inf"), 3e38]), nans])
+    # The rounded master, its neighbours, and itself with the other sign.
+    change = torch.tensor([0, 1, -1, -0x8000])
+    places = torch.cartesian_prod(*(torch.arange(one.numel()) for one in (masters, moments, squares, change)))
+    main = masters[places[:, 0]]
+    weight = (main.bfloat16().view(torch.int16) + change[places[:, 3]].to(torch.int16)).view(torch.bfloat16)
+    return adamw.State(
+        main=main, exp_avg=moments[places[:, 1]], exp_avg_sq=squares[places[:, 2]], weight=weight
+    )
+
+
 @pytest.mark.timeout(240)
 @pytest.mark.usefixtures("fresh_compilation")
-def test_the_compiled_pass_agrees_with_the_eager_one_on_what_is_special() -> None:
-    values = [0.0, -0.0, float("inf"), float("nan"), 1e-40, 2.0**-126, 1.0, 1.0 + 2.0**-8, -3.0]
-    moments = [0.0, -0.0, 1e-3, -1e-3, float("inf"), float("nan")]
-    squares = [0.0, 1e-6, -1e-6, float("inf"), float("nan"), 3e38]
-    grid = torch.cartesian_prod(*(torch.tensor(each).repeat(3) for each in (values, moments, squares)))
-    main, exp_avg, exp_avg_sq = (column.contiguous() for column in grid.unbind(1))
-    coefficients = adamw.invert(replace(STEP, step=3)).coefficients(torch.device("cpu"))
-    arguments = (main, exp_avg, exp_avg_sq, main.bfloat16(), coefficients)
-    compiled = detect._compiled_old_weights("cpu")
+def test_the_compiled_pass_and_the_eager_one_say_of_special_values_what_casts_say() -> None:
+    state = special_states()
+    state = state.pick(torch.arange(state.main.numel() - 1))
+    compiled = detect._compiled_codes("cpu")
     assert compiled is not None
-    assert grid.shape[0] % 16 != 0  # the last vector is not full
-    for ours, eager in zip(compiled(*arguments), adamw.old_weights(*arguments), strict=True):
-        assert torch.equal(ours.nan_to_num(), eager.nan_to_num())
+    assert state.main.numel() % 16 != 0  # the last vector is not full
+    for step in (replace(STEP, step=3), replace(STEP, step=1, lr=0.5), replace(STEP, eps=0.0), STILL):
+        inversion = adamw.invert(step)
+        wanted = codes_by_casts(state, inversion)
+        coefficients = inversion.coefficients(torch.device("cpu"))
+        for codes in (compiled, adamw.codes):
+            said = codes(state.main, state.exp_avg, state.exp_avg_sq, state.weight, coefficients)
+            # Only an exp_avg_sq of -0.0 may be in range for comparisons and not for bit patterns.
+            other = said != wanted
+            assert bool((said[other] == UNSTATED).all())
+            assert bool((state.exp_avg_sq[other].view(torch.int32) == -(1 << 31)).all())
 
 
 @pytest.mark.usefixtures("fresh_compilation")

@@ -14,6 +14,7 @@ from awex_delta.wire.digest import (
     MODULUS,
     as_unsigned,
     digest,
+    digests,
     salt_of,
     state_digest,
     sum_at,
@@ -162,3 +163,16 @@ def test_memory_is_bounded() -> None:
         sum_whole(tensor, 1)
     sizes = [event.cpu_memory_usage for event in profile.events()]
     assert max(sizes) <= 8 * (1 << 16) + 64
+
+
+def test_many_tensors_at_once_have_the_digests_of_each() -> None:
+    generator = torch.Generator().manual_seed(3)
+    sizes = [(0,), (), (1,), (7, 5), (3, 1 << 15), (1 << 16,), *((n,) for n in range(70))]
+    dtypes = (torch.bfloat16, torch.float32, torch.int64)
+    tensors = {
+        f"{place}": torch.randint(-99, 99, size, generator=generator).to(dtypes[place % 3])
+        for place, size in enumerate(sizes)
+    }
+    tensors["turned"] = tensors["3"].t()
+    assert digests(tensors) == {name: digest(tensor, name) for name, tensor in tensors.items()}
+    assert digests({}) == {}

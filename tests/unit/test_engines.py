@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.testing._internal.two_tensor import TwoTensor
 from transformers import (
     LlamaConfig,
     PreTrainedModel,
@@ -22,7 +23,7 @@ from transformers import (
 
 from awex_delta.engines.fused import FusedEngine, FusedRank, padded_vocab
 from awex_delta.engines.transformers import TransformersEngine
-from awex_delta.engines.view import EngineTensor, EngineView, part, require_aliases
+from awex_delta.engines.view import Bound, EngineTensor, EngineView, LiveParts, part, require_aliases
 from awex_delta.errors import CorruptFrameError, LayoutError
 from awex_delta.lines.storages import Storages
 from tests.fused_oracle import full_hf_state, load_hf_state
@@ -398,13 +399,133 @@ def test_impossible_parts_are_refused(
         part("w", view, shape, offset)
 
 
-def test_a_copy_or_a_second_entry_of_one_name_is_refused() -> None:
+def test_a_copy_is_refused() -> None:
     live = torch.zeros(3, 4)
     require_aliases([part("w", live[:, 1:])], [live])
     with pytest.raises(LayoutError, match="w is a copy"):
         require_aliases([part("w", live[:, 1:].contiguous())], [live])
-    with pytest.raises(LayoutError, match="published twice"):
-        require_aliases([part("w", live[:1]), part("w", live[1:])], [live])
+
+
+def test_memory_that_was_released_and_tensors_without_memory_are_refused() -> None:
+    live = torch.zeros(3, 4)
+    live.untyped_storage().resize_(0)
+    two: Any = TwoTensor
+    with pytest.raises(LayoutError, match="w has no memory: its storage was released"):
+        part("w", live)
+    with pytest.raises(LayoutError, match="w is a TwoTensor, which has no memory of its own"):
+        part("w", two(torch.zeros(2), torch.zeros(2)))
+    assert part("w", torch.zeros(0, 4)).view.shape == (0, 4)
+
+
+def test_a_part_is_an_ordinary_tensor_over_the_same_memory() -> None:
+    param = torch.nn.Parameter(torch.zeros(4, 6))
+    with torch.inference_mode():
+        made = torch.zeros(3)
+        views = [part("a", param[:, 1:5:2]).view, part("b", made).view]
+    for view in views:
+        assert not view.requires_grad
+        view.fill_(1)
+    assert param.detach().sum(0).tolist() == [0, 4, 0, 4, 0, 0]
+    assert made.tolist() == [1, 1, 1]
+
+
+class Given(EngineView):
+    """An engine whose owner says what it computes with now."""
+
+    def __init__(self, *live: EngineTensor) -> None:
+        self.live: Sequence[EngineTensor] | Callable[[], Sequence[EngineTensor]] = live
+
+    def tensors(self) -> Sequence[EngineTensor]:
+        return self.live() if callable(self.live) else self.live
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+    def committed(self, version: int) -> None:
+        """Nothing to publish."""
+
+
+def test_what_is_bound_is_what_the_engine_computes_with_now() -> None:
+    first, second, third = (torch.zeros(2, 3) for _ in range(3))
+    engine = Given(part("a", first), part("b", second))
+    bound = Bound(engine)
+    assert bound.look()
+    assert not bound.look()
+    looks = bound.looks()
+    engine.live = [part("a", first), part("b", third)]
+    with pytest.raises(LayoutError, match="moved to other memory while they were updated: b"):
+        bound.require_unmoved()
+    assert bound.look()
+    assert (bound.moved, bound.looks() == looks) == ("b", True)
+    bound.require_unmoved()
+    bound.parts[1].view.fill_(7)
+    assert [int(tensor.sum()) for tensor in (second, third)] == [0, 42]
+    for other in (
+        [part("a", first), part("c", third)],
+        [part("a", first.view(3, 2)), part("b", third)],
+        [part("a", first), part("b", third, (4, 3), (2, 0))],
+        [part("a", first)],
+        [part("a", first), part("b", first, tied_to="a")],
+    ):
+        engine.live = other
+        assert bound.look()
+        assert bound.looks() != looks
+
+
+def test_what_would_be_written_twice_or_never_is_refused() -> None:
+    live = torch.zeros(3, 4)
+    for parts, message in (
+        ([part("w", live[:1]), part("w", live[1:])], "w is published twice"),
+        ([part("a", live), part("b", live[:2])], "b shares the memory of a: name that as its tied_to"),
+        ([part("a", live), part("b", live.clone(), tied_to="a")], "b is given as tied to a, but has other"),
+        ([part("a", live), part("b", live[1:], tied_to="c")], "b is given as tied to c, but has other"),
+    ):
+        with pytest.raises(LayoutError, match=message):
+            Bound(Given(*parts)).look()
+    engine = Given()
+    engine.live = lambda: [part("a", live.clone())]
+    with pytest.raises(LayoutError, match=r"a: tensors\(\) gives copies"):
+        Bound(engine).look()
+
+
+def test_views_are_made_anew_only_when_a_live_tensor_moved() -> None:
+    model = torch.nn.Linear(4, 3, bias=False)
+    made: list[torch.Tensor] = []
+
+    def parts() -> list[EngineTensor]:
+        made.append(model.weight)
+        return [part("top", model.weight[:1]), part("rest", model.weight[1:])]
+
+    live = LiveParts(model.named_parameters, parts)
+    assert live() is live()
+    model.weight.data = model.weight.data.clone()
+    model.weight.data.fill_(2)
+    assert live()[1].view.tolist() == [[2] * 4] * 2
+    model.weight = torch.nn.Parameter(torch.ones(3, 4))
+    assert live()[1].view.tolist() == [[1] * 4] * 2
+    assert len(made) == 3
+    copying = LiveParts(model.named_parameters, lambda: [part("w", model.weight.clone())])
+    with pytest.raises(LayoutError, match="w is a copy"):
+        copying()
+
+
+def test_captured_graphs_read_the_addresses_that_weights_had() -> None:
+    model = torch.nn.Linear(4, 3)
+    live = LiveParts(
+        model.named_parameters,
+        lambda: [part(n, t) for n, t in model.named_parameters()],
+        captured="start anew",
+    )
+    assert len(live()) == 2
+    with torch.no_grad():
+        model.weight.fill_(1)
+    assert len(live()) == 2
+    model.bias.data = model.bias.data.clone()
+    for _ in range(2):
+        with pytest.raises(
+            LayoutError, match="bias moved to other memory than captured graphs read: start anew"
+        ):
+            live()
 
 
 def model_of(kind: str, seed: int) -> PreTrainedModel:

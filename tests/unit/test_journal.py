@@ -12,10 +12,11 @@ import torch
 
 from awex_delta.detection.adamw import AdamWStep
 from awex_delta.detection.journal import StepJournal
-from awex_delta.detection.optimizers import step_counts
+from awex_delta.detection.optimizers import SteppedParams, step_counts
 from awex_delta.detection.slices import OwnedSlice
 from awex_delta.errors import UnsupportedError
 from awex_delta.protocol.verdict import Reason
+from tests.kernels import FusedAdam
 
 Plans = Mapping[str, AdamWStep | Reason | None]
 
@@ -27,8 +28,11 @@ class Training:
         self.params = {name: torch.randn(5, requires_grad=True) for name in ("first", "second")}
         self.optimizer = make([{"params": [param]} for param in self.params.values()])
         self.journal = StepJournal()
-        self.journal.watch(self.optimizer, {f"0/{name}": param for name, param in self.params.items()})
+        self.journal.watch(self.stepped())
         self.commit()
+
+    def stepped(self) -> SteppedParams:
+        return SteppedParams(self.optimizer, {f"0/{name}": param for name, param in self.params.items()})
 
     def slices(self) -> list[OwnedSlice]:
         steps = step_counts(self.optimizer, list(self.params.values()))
@@ -55,7 +59,7 @@ class Training:
         self.optimizer.step()
 
     def commit(self) -> None:
-        self.journal.commit({owned.key: owned.step for owned in self.slices()})
+        self.journal.commit()
 
     def plans(self) -> Plans:
         return {owned.param: self.journal.plan(owned) for owned in self.slices()}
@@ -86,7 +90,7 @@ def test_the_step_is_stated_with_what_it_used() -> None:
 def test_before_any_commit_there_is_no_base() -> None:
     training = adamw()
     training.journal = StepJournal()
-    training.journal.watch(training.optimizer, {f"0/{n}": p for n, p in training.params.items()})
+    training.journal.watch(training.stepped())
     training.step()
     assert training.plans() == dict.fromkeys(BOTH, Reason.FIRST_SYNC)
 
@@ -202,13 +206,25 @@ def test_a_real_and_a_skipped_step_with_equal_values_need_no_telling_apart() -> 
     assert training.plans() == dict.fromkeys(BOTH, USED)
 
 
-@pytest.mark.parametrize("skipped_first", [False, True])
-def test_a_real_and_a_skipped_step_with_different_values_cannot_be_told_apart(skipped_first: bool) -> None:
+@pytest.mark.parametrize("idle_first", [False, True])
+def test_a_step_and_one_without_gradients_are_told_apart(idle_first: bool) -> None:
     training = adamw()
-    training.step(*(BOTH if skipped_first else ()))
+    training.step(*(BOTH if idle_first else ()))
     training.set_lr(5e-4)
-    training.step(*(() if skipped_first else BOTH))
-    assert training.plans() == dict.fromkeys(BOTH, Reason.LOSSY_RECORD)
+    training.step(*(() if idle_first else BOTH))
+    assert training.plans() == dict.fromkeys(BOTH, replace(USED, lr=5e-4) if idle_first else USED)
+
+
+@pytest.mark.parametrize("skipped", [0, 1])
+@pytest.mark.parametrize("lr", [1e-3, 5e-4])
+def test_a_step_and_an_overflow_are_told_apart_only_by_equal_values(skipped: int, lr: float) -> None:
+    training = adamw(fused=True)
+    optimizer: Any = training.optimizer
+    for call in range(2):
+        optimizer.grad_scale, optimizer.found_inf = torch.ones(()), torch.tensor(float(call == skipped))
+        training.step()
+        training.set_lr(lr)
+    assert training.plans() == dict.fromkeys(BOTH, USED if lr == USED.lr else Reason.LOSSY_RECORD)
 
 
 def test_a_step_that_no_hook_saw_has_no_record() -> None:
@@ -285,18 +301,6 @@ def test_an_optimizer_whose_counter_is_unknown_never_means_no_change() -> None:
     assert training.plans() == dict.fromkeys(BOTH, Reason.NOT_ADAMW)
 
 
-class FusedAdam(torch.optim.Optimizer):
-    """Keeps its counter and flags where the fused optimizers of Transformer Engine and Apex do."""
-
-    def __init__(self, groups: Any, *, bias_correction: bool = True) -> None:
-        defaults = {"lr": 1e-3, "betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.1}
-        super().__init__(groups, defaults | {"bias_correction": bias_correction})
-
-    def step(self, _: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            group["step"] = group.get("step", 0) + 1
-
-
 @pytest.fixture(params=["transformer_engine.pytorch.optimizers.fused_adam", "apex.optimizers.fused_adam"])
 def fused_adam(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> type[FusedAdam]:
     monkeypatch.setattr(FusedAdam, "__module__", request.param)
@@ -324,5 +328,10 @@ def test_fused_optimizers_are_judged_by_their_flags(
 
 
 def test_a_fused_optimizer_without_the_flag_is_an_error_at_once(fused_adam: type[FusedAdam]) -> None:
+    def make(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        optimizer = fused_adam(groups)
+        del optimizer.adam_w_mode
+        return optimizer
+
     with pytest.raises(UnsupportedError, match="adam_w_mode"):
-        Training(fused_adam)
+        Training(make)

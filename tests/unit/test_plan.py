@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -48,13 +49,17 @@ def check_lines(world: World, engine_ranks: list[Rank], trainer_ranks: list[Rank
 
 
 def whole_plan(world: World) -> dict[tuple[int, int], list[tuple[Any, ...]]]:
-    """AWEX's plan of the whole world, by pair."""
+    """AWEX's plan of the whole world, by pair, from the one copy of each tensor that its name chooses."""
     names = {engine.layout.names[place] for engine in world.engines for place in engine.layout.stored()}
     side, copies = TrainingSide(world.trainers, names), copies_of(world.engines, names)
     metas = [_inference_meta(world.engines, copies[name], name, len(world.engines)) for name in sorted(names)]
+    sources = [
+        replace(meta, replicas=[meta.replicas[zlib.crc32(meta.name.encode()) % len(meta.replicas)]])
+        for meta in side.metas
+    ]
     builder = TransferPlanBuilder(len(world.engines), len(world.trainers), 1)
     found: dict[tuple[int, int], list[tuple[Any, ...]]] = {}
-    for op in builder.build_weights_mapping_operations(metas, side.metas):
+    for op in builder.build_weights_mapping_operations(metas, sources):
         found.setdefault((op.send_rank, op.recv_rank), []).append(as_tuple(op))
     return {pair: sorted(ops) for pair, ops in found.items()}
 
@@ -185,8 +190,10 @@ def test_lines_of_several_dtypes_whatever_the_order_of_the_engine() -> None:
         whole = world_of(engine_ranks, trainer_ranks)
         check_lines(whole, engine_ranks, trainer_ranks)
         pairs = plan_rank(whole, 0).pairs
-        assert set(pairs) == {(1, torch.bfloat16), (2, torch.bfloat16), (1, torch.float32)}
-        assert pairs[1, torch.float32].whole == pairs[1, torch.float32].numel == 6 + 4 * 6
+        sources = {(1 + zlib.crc32(name.encode()) % 2, torch.float32) for name in (NORM, GATE0)}
+        assert set(pairs) == {(1, torch.bfloat16), (2, torch.bfloat16)} | sources
+        lines = [pairs[source] for source in sources]
+        assert sum(line.whole for line in lines) == sum(line.numel for line in lines) == 6 + 4 * 6
 
 
 def edited(rank: Rank, name: str, **change: Any) -> Rank:

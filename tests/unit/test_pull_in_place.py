@@ -157,7 +157,7 @@ def test_stores_that_were_lost_or_torn_are_done_again(trainers: Trainers, tmp_pa
         pull(path, trainers, on_step=stop_at("flush", tear))
     assert not (path / INDEX).exists()
     assert not weights_in(path)  # no loader finds anything
-    Folder(trainers.url).remove_version(1)  # what is missing is here, and nothing else is needed
+    Folder(trainers.url).discard(1)  # what is missing is here, and nothing else is needed
     done = pull(path, trainers)
     assert (done.version, done.links) == (1, ())
     assert holds(path, trainers.history[1])
@@ -168,8 +168,7 @@ def test_a_journal_that_was_not_committed_is_dropped(trainers: Trainers, tmp_pat
     pull(path, trainers, 0)
     with pytest.raises(StopError):
         pull(path, trainers, on_step=stop_at("withdraw"))
-    committed = files_below(path / JOURNAL)
-    (path / JOURNAL / committed[-1]).unlink()  # as if it had never got its name
+    (path / JOURNAL / "next" / "commit.json").unlink()  # as if it had never got its name
     assert holds(path, trainers.history[0])
     assert [link.version for link in pull(path, trainers).links] == [1]
     assert holds(path, trainers.history[1])
@@ -283,7 +282,7 @@ def test_the_journal_is_on_the_disk_with_its_folders_before_anything_changes(
         sync(descriptor)
 
     def look() -> None:
-        room = path / JOURNAL / version_name(1)
+        room = path / JOURNAL / "next"
         for place in (*room.iterdir(), room, room.parent):
             assert place.stat().st_ino in synced, place
 

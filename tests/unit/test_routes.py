@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from awex_delta.conversion.relocation import Prover, Relocation, kind_of
-from awex_delta.conversion.routes import Output, Route, convert_all, find_routes
+from awex_delta.conversion.routes import Conversion, Output, Route, find_routes
 from awex_delta.errors import UnsupportedError
 from awex_delta.trainers.view import TrainerView, WeightInfo
 from benchmarks.prove import Rank
@@ -61,7 +61,7 @@ def gate_up(param: str, tensor: torch.Tensor) -> Named:
 
 
 def routes_of(view: object) -> dict[str, Route]:
-    return find_routes(cast(TrainerView, view))
+    return find_routes(cast(TrainerView, view), 0)
 
 
 def runs(relocations: tuple[Relocation, ...] | None) -> list[list[list[int]]] | None:
@@ -283,7 +283,7 @@ def test_a_default_device_does_not_move_the_proof() -> None:
 
 def test_numbers_alone_do_not_make_a_kind() -> None:
     """Parameters of equal kind and another shape or dtype are proved for themselves."""
-    prover, seen = Prover(), list[torch.dtype]()
+    prover, seen = Prover(0), list[torch.dtype]()
 
     def convert(tensor: torch.Tensor) -> Named:
         seen.append(tensor.dtype)
@@ -291,10 +291,12 @@ def test_numbers_alone_do_not_make_a_kind() -> None:
 
     for shape, dtype in (((80, 80), torch.bfloat16), ((80, 81), torch.bfloat16), ((80, 80), torch.float32)):
         seen.clear()
-        assert prover.prove("layers.1.a", convert, shape, dtype) is not None
+        like = torch.empty(shape, dtype=dtype, device="meta")
+        assert prover.prove("layers.1.a", convert, like, convert(like)) is not None
         assert torch.uint8 in seen
     seen.clear()
-    assert prover.prove("layers.2.a", convert, (80, 80), torch.bfloat16) is not None
+    like = torch.empty(80, 80, dtype=torch.bfloat16, device="meta")
+    assert prover.prove("layers.2.a", convert, like, convert(like)) is not None
     assert torch.uint8 not in seen
 
 
@@ -324,14 +326,14 @@ def test_live_weights_are_converted_and_another_shape_than_that_of_connect_is_re
 
     view: Any = Live((4, 2), lambda x: x)
     routes = routes_of(view)
-    converted = convert_all(view, routes)
+    converted = Conversion(view, routes).all()
     assert {name: tensor.flatten().tolist() for name, tensor in converted.items()} == {
         "w.gate": [0, 1, 2, 3],
         "w.up": [4, 5, 6, 7],
     }
     view.live = {"0/w": torch.zeros(4, 2)}
     with pytest.raises(UnsupportedError, match="at connect"):
-        convert_all(view, routes)
+        Conversion(view, routes).all()
 
 
 def test_a_writer_does_not_weaken_the_checks_of_its_siblings() -> None:

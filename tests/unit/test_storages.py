@@ -71,17 +71,17 @@ def test_what_is_written_is_read_by_the_model() -> None:
         assert bits(t.contiguous()).reshape(-1).equal(expected)
 
 
-def test_tensors_that_moved_are_noticed() -> None:
-    live = tensors()
-    line = Storages(live)
-    assert line.hold(tuple(live))
-    assert not line.hold([*live[:-1], live[-1].clone()])
-    assert not line.hold(live[:-1])
-    assert not line.hold([live[0].t(), *live[1:]])
-    model = torch.nn.Linear(3, 3, bias=False)
-    held = Storages([model.weight])
-    model.weight.data = model.weight.data.clone()
-    assert not held.hold([model.weight])
+def test_a_line_may_come_back_to_a_storage() -> None:
+    """As after a move, when tensors share storages in another way than when the line was agreed."""
+    first, second = torch.arange(12).bfloat16().view(3, 4), torch.arange(12, 20).bfloat16()
+    live = [first[0], second[:3], first[1:], second[3:]]
+    line, flat = Storages(live), torch.cat([t.reshape(-1) for t in live])
+    pos = torch.arange(flat.numel())
+    assert line.gather(pos, torch.bfloat16).equal(flat)
+    odd = pos[1::2].contiguous()
+    line.scatter(odd, -flat[odd])
+    assert first.reshape(-1).tolist() == [0, -1, 2, -3, -4, 5, -6, 7, -8, 9, -10, 11]
+    assert second.tolist() == [12, -13, 14, -15, 16, -17, 18, -19]
 
 
 def test_wrong_dtypes_counts_and_places_are_refused() -> None:

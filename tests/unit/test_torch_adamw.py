@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -259,3 +260,46 @@ def test_when_off_no_hook_is_installed() -> None:
     assert on.optimizer._optimizer_step_post_hooks
     on.detach()
     assert not on.optimizer._optimizer_step_post_hooks
+
+
+def refusal(change: Callable[[dict[str, torch.Tensor], dict[str, torch.Tensor]], object]) -> str:
+    """Why two weights with their masters are refused once something about them is changed."""
+    weights = {name: torch.randn(8, 16).bfloat16() for name in ("first", "second")}
+    masters = {name: weight.float() for name, weight in weights.items()}
+    change(weights, masters)
+    optimizer = torch.optim.AdamW([*{id(tensor): tensor for tensor in masters.values()}.values()])
+    with pytest.raises(UnsupportedError) as caught:
+        TorchAdamWTrainer(weights=weights, masters=masters, optimizer=optimizer, settings=DeltaSettings())
+    return str(caught.value)
+
+
+def overlap(weights: dict[str, torch.Tensor], _: object) -> None:
+    memory = torch.zeros(200, dtype=torch.bfloat16)
+    weights |= {"first": memory[:128].view(8, 16), "second": memory[72:].view(8, 16)}
+
+
+def free(weights: dict[str, torch.Tensor], _: object) -> None:
+    weights["first"].untyped_storage().resize_(0)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda w, m: w.update(first=torch.randn(16, 8).bfloat16().t()), "first: the weight: .*contiguous"),
+        (lambda w, m: w.update(first=torch.randn(8, 1).bfloat16().expand(8, 16)), "first.*not contiguous"),
+        (lambda w, m: m.update(first=torch.randn(16, 8).t()), "first: its master: .*not contiguous"),
+        (lambda w, m: w.update(first=torch.eye(8, 16).bfloat16().to_sparse()), "first.*torch.sparse_coo"),
+        (lambda w, m: w.update(first=torch.zeros(8, 16, dtype=torch.complex64)), "first.*complex64"),
+        (lambda w, m: w.update(first=w["first"].to("meta")), "first: the weight: .*meta device"),
+        (lambda w, m: m.update(first=torch.randn(16, 8)), r"first.* \(8, 16\), its master \(16, 8\)"),
+        (lambda w, m: m.update(third=torch.randn(8, 16)), "third: there is a master, but no weight"),
+        (lambda w, m: w.update(second=w["first"]), "first and second share memory"),
+        (lambda w, m: m.update(second=m["first"]), "second and first are trained by one tensor"),
+        (overlap, "first and second share memory"),
+        (free, "first: the weight: its storage was freed"),
+    ],
+)
+def test_tensors_that_cannot_be_followed_are_refused_by_name(
+    change: Callable[[dict[str, torch.Tensor], dict[str, torch.Tensor]], object], words: str
+) -> None:
+    assert re.search(words, refusal(change))

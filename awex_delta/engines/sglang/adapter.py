@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from awex_delta.engines.view import EngineTensor, part, require_aliases
+from awex_delta.engines.view import EngineTensor, LiveParts, part
 from awex_delta.errors import LayoutError
 
 Rule = Callable[[str, str, Any, torch.Tensor], Iterator[EngineTensor]]
@@ -44,26 +44,19 @@ class SGLangEngine:
     def __init__(self, model: nn.Module) -> None:
         self.version: int | None = None
         self.device = next(model.parameters()).device
-        self._model = model
-        self._parts: tuple[EngineTensor, ...] = ()
+        self._parts = LiveParts(
+            lambda: model.named_parameters(remove_duplicate=False),
+            lambda: _parts(model),
+            captured="start SGLang anew, or with --disable-cuda-graph" if _captures(self.device) else "",
+        )
 
     def tensors(self) -> Sequence[EngineTensor]:
-        """HF-named views of the model's parameters, in a stable order. Padding is in none of them.
+        """HF-named views of the model's parameters, wherever they lie now. Padding is in none of them.
 
-        Raises LayoutError if a weight is quantized, repacked or a copy, or no rule knows a layer.
+        Raises LayoutError if a weight is quantized, repacked or a copy, no rule knows a layer, or a weight
+        moved that captured graphs read.
         """
-        self._parts = tuple(_parts(self._model))
-        require_aliases(self._parts, self._model.parameters())
-        return self._parts
-
-    def require_unmoved(self) -> None:
-        """Check that SGLang still computes with the storage that `tensors` published last.
-
-        Raises LayoutError if a weight was moved, repacked or replaced. Disconnect, and connect again.
-        """
-        for old, new in zip(self._parts, _parts(self._model), strict=True):
-            if _place(old) != _place(new):
-                raise LayoutError(f"{old.name} has moved in SGLang's memory since it was connected")
+        return self._parts()
 
     def synchronize(self) -> None:
         """Block until writes to the weights are done on the device."""
@@ -83,9 +76,13 @@ def rank_in_engine() -> int:
     return rank
 
 
-def _place(entry: EngineTensor) -> tuple[object, ...]:
-    view = entry.view
-    return (entry.name, view.data_ptr(), view.shape, view.stride(), entry.global_offset)
+def _captures(device: torch.device) -> bool:
+    """Whether SGLang replays CUDA graphs, as far as it says."""
+    if device.type == "cpu":
+        return False
+    from sglang.srt.model_executor.cuda_graph_config import cuda_graph_fully_disabled
+
+    return not cuda_graph_fully_disabled()
 
 
 def _parts(model: nn.Module) -> Iterator[EngineTensor]:

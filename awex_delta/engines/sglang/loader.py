@@ -71,6 +71,8 @@ class Attached:
 
 
 _attached: WeakKeyDictionary[nn.Module, Attached] = WeakKeyDictionary()
+# One for each model, since a view knows the addresses that captured graphs read, whoever connects.
+_views: WeakKeyDictionary[nn.Module, SGLangEngine] = WeakKeyDictionary()
 
 
 def message(action: Action, joining: Joining, *, version: int = -1) -> list[tuple[str, torch.Tensor]]:
@@ -143,15 +145,13 @@ def _attach(model: nn.Module, joining: Joining) -> Attached:
         raise ConfigError(f"connected as {held.joining}; disconnect before asking for {joining}")
     if any(other.joining == joining for other in _attached.values()):
         raise ConfigError("a second model of this worker was asked, a draft model? Send selector='target'")
-    view = SGLangEngine(model)
+    view = _views[model] = _views.get(model) or SGLangEngine(model)
     receiver = Receiver(
         view,
         joining.rendezvous,
         joining.first_engine_rank + rank_in_engine(),
         joining.engine,
         joining.settings,
-        # In the update's own phases, so that one rank's doubt reaches the agreement of all.
-        on_phase=lambda phase: view.require_unmoved() if phase in ("prepare", "stage") else None,
         device=view.device,
     )
     held = Attached(view=view, receiver=receiver, joining=joining)

@@ -31,9 +31,10 @@ from vllm.model_executor.layers.linear import (
 )
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
-from awex_delta.engines.view import EngineTensor, part, require_aliases
+from awex_delta.engines.view import EngineTensor, LiveParts, part
 from awex_delta.engines.vllm.proof import prove
 from awex_delta.errors import LayoutError
+from awex_delta.lines.storages import bits
 
 _EXPERTS = ".routed_experts"
 # The parts of a fused projection, by the name that vLLM gives it.
@@ -52,35 +53,36 @@ class VllmEngine:
         model: what the worker's model runner serves: the whole causal language model. LayoutError if a weight
             is quantized, was repacked after loading, lies elsewhere than vLLM's loader writes it, or belongs
             to a layer that is not known here. The weights are as before.
+        captured: vLLM replays captured graphs, which read the addresses that weights had as they were
+            captured. A weight that moves is an error then.
 
     Attributes:
         version: the committed version; None before the first.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, captured: bool = False) -> None:
         self.version: int | None = None
-        self._parts = tuple(_parts(model))
-        _refuse_unnamed(model, self._parts)
-        require_aliases(self._parts, model.parameters())
-        prove(model, self._parts)
-        self._device = self._parts[0].view.device
-        self._addresses = self._current_addresses()
-        self._weights = [weight.detach() for weight in model.parameters()]
+        self._model = model
+        self._parts = LiveParts(
+            lambda: model.named_parameters(remove_duplicate=False),
+            lambda: _proved_parts(model),
+            captured="start vLLM anew, or with enforce_eager=True" if captured else "",
+        )
+        self._device = self._parts()[0].view.device
         self._sample: list[torch.Tensor] = []
 
     def tensors(self) -> Sequence[EngineTensor]:
-        """HF-named views of the parameters, in a stable order. Padding is in none of them."""
-        return self._parts
+        """HF-named views of the parameters, wherever they lie now. Padding is in none of them.
+
+        Views of what moved are proved as those before them were. Raises LayoutError as the constructor, and
+        if captured graphs would still read what was there before.
+        """
+        return self._parts()
 
     def synchronize(self) -> None:
-        """Block until writes to the weights are done on the device.
-
-        Raises LayoutError if the storage of a weight moved, so that captured graphs would read freed memory.
-        """
+        """Block until writes to the weights are done on the device."""
         if self._device.type != "cpu":
             torch.accelerator.synchronize(self._device)
-        if self._current_addresses() != self._addresses:
-            raise LayoutError("the storage of a weight moved since the engine was connected: connect again")
 
     def committed(self, version: int) -> None:
         """Note the version. The process that schedules requests drops the prefix cache (`vllm_driver`)."""
@@ -92,19 +94,24 @@ class VllmEngine:
 
         vLLM tells nobody of it, so a few elements of every weight are compared with what they were.
         """
-        return all(map(torch.equal, self._sample, self._take_sample()))
+        sample = self._take_sample()
+        return len(sample) == len(self._sample) and all(map(torch.equal, self._sample, sample))
 
     def _take_sample(self) -> list[torch.Tensor]:
         """Up to `_SAMPLE` elements of each weight, spread over it, as integers."""
         sample = []
-        for weight in self._weights:
-            step = -(-weight.numel() // _SAMPLE)
-            kind = torch.int32 if weight.dtype == torch.float32 else torch.int16
-            sample.append(weight.view(-1)[::step].clone().view(kind))
+        for weight in self._model.parameters():
+            held = weight.untyped_storage().nbytes() > 0  # what was released cannot be read
+            cells = bits(weight).reshape(-1) if held else torch.empty(0, dtype=torch.int16)
+            sample.append(cells[:: max(1, -(-cells.numel() // _SAMPLE))].clone())
         return sample
 
-    def _current_addresses(self) -> list[int]:
-        return [entry.view.data_ptr() for entry in self._parts]
+
+def _proved_parts(model: nn.Module) -> Sequence[EngineTensor]:
+    parts = tuple(_parts(model))
+    _refuse_unnamed(model, parts)
+    prove(model, parts)
+    return parts
 
 
 def _parts(model: nn.Module) -> Iterator[EngineTensor]:

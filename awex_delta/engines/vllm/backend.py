@@ -48,7 +48,9 @@ class VllmTransferEngine(WeightTransferEngine):  # type: ignore[misc] # vLLM is 
         self.shutdown()
         rank, engine = self._place(joining)
         with set_current_vllm_config(self.vllm_config):
-            view = VllmEngine(self.model)
+            if self._view is not None:
+                self._view.tensors()  # captured graphs read what they read before, whoever connects
+            view = VllmEngine(self.model, captured=self._captures_graphs())
         receiver = Receiver(view, joining.rendezvous, rank, engine, joining.settings, device=self.device)
         try:
             receiver.connect()
@@ -72,7 +74,10 @@ class VllmTransferEngine(WeightTransferEngine):  # type: ignore[misc] # vLLM is 
         if self._view is not None and not self._view.still_committed():
             receiver.invalidate()
         try:
-            stats = receiver.update_weights(update_info.version)
+            with set_current_vllm_config(
+                self.vllm_config
+            ):  # should weights have moved, they are proved again
+                stats = receiver.update_weights(update_info.version)
         except (UpdateError, ConnectError) as error:
             state = f"are still version {receiver.version}" if receiver.ready else "must not be served"
             error.add_note(f"the weights of this worker {state}")
@@ -89,6 +94,11 @@ class VllmTransferEngine(WeightTransferEngine):  # type: ignore[misc] # vLLM is 
         if self._receiver is not None:
             self._receiver.close()
             self._receiver = None
+
+    def _captures_graphs(self) -> bool:
+        """Whether this worker replays CUDA graphs. vLLM captures none on a CPU, whatever it is told."""
+        mode = self.vllm_config.compilation_config.cudagraph_mode
+        return self.device.type != "cpu" and (mode is None or mode.name != "NONE")
 
     def _connected(self) -> Receiver:
         if self._receiver is None:

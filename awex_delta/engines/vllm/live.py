@@ -90,7 +90,7 @@ def _live_experts(
     if activation.value != "silu":
         raise NotImplementedError(f"live experts on a CPU know silu, not {activation.value}")
     slots = topk_ids.long() if expert_map is None else expert_map[topk_ids.long()].long()
-    total = torch.zeros(hidden_states.shape, dtype=torch.float32)
+    total = torch.zeros(hidden_states.shape, dtype=torch.float32, device="cpu")
     for slot in range(w1.shape[0]):
         tokens, choice = (slots == slot).nonzero(as_tuple=True)
         if not tokens.numel():

@@ -57,7 +57,7 @@ def _prove_storage(
 ) -> None:
     address, saved = weight.data_ptr(), weight.clone()
     try:
-        model.load_weights((entry.name, _pattern(entry)) for entry in parts)
+        _load(model, parts)
         for entry in parts:
             whole = _pattern(entry)
             for dim, start in enumerate(entry.global_offset):
@@ -70,6 +70,17 @@ def _prove_storage(
             _prove_used(name, module)
     finally:
         weight.copy_(saved)
+
+
+def _load(model: Any, parts: Sequence[EngineTensor]) -> None:
+    try:
+        model.load_weights((entry.name, _pattern(entry)) for entry in parts)
+    except Exception as error:
+        raise LayoutError(
+            f"{', '.join(entry.name for entry in parts[:3])}: vLLM's own loader fails, as it does once a "
+            f"parameter was replaced: "
+            f"{type(error).__name__}: {error}. Start vLLM anew."
+        ) from error
 
 
 def _pattern(entry: EngineTensor) -> torch.Tensor:

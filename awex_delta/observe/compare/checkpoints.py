@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from awex_delta.errors import ConfigError
+from awex_delta import disk
+from awex_delta.errors import ConfigError, DiskError
 from awex_delta.wire.digest import MODULUS, as_unsigned, salt_of, sum_at
 
 PIECE_BYTES = 16 << 20
@@ -63,7 +64,9 @@ class Checkpoint:
         self.path = path
         self.entries: dict[str, Entry] = {}
         self._handles: dict[str, Any] = {}
-        for file in _files_of(path):
+        files = _files_of(path)
+        self._folder = None if files == [path] else path
+        for file in files:
             try:
                 handle: Any = safe_open(file, framework="pt")
             except (OSError, SafetensorError) as error:
@@ -81,15 +84,15 @@ class Checkpoint:
                     dtype=str(dtype).removeprefix("torch."), shape=tuple(part.get_shape())
                 )
                 self._handles[name] = handle
-        _check_index(path, self.entries)
+        if self._folder is not None:
+            _check_index(path, self.entries)
 
     def find(self, name: str) -> str | None:
         """The own name of a tensor that may be tied here; None where it is not there."""
         if name in self.entries:
             return name
-        return (
-            _EMBEDDING if name == _LM_HEAD and _EMBEDDING in self.entries and _says_tied(self.path) else None
-        )
+        tied = self._folder is None or _says_tied(self._folder)
+        return _EMBEDDING if name == _LM_HEAD and _EMBEDDING in self.entries and tied else None
 
     def pieces(self, name: str) -> Iterator[torch.Tensor]:
         """The elements of a tensor in order, flat, a piece at a time."""
@@ -112,18 +115,21 @@ class Checkpoint:
         """
         total, start = 0, 0
         for piece in self.pieces(name):
-            index = torch.arange(start, start + piece.numel())
+            index = torch.arange(start, start + piece.numel(), device="cpu")
             total += as_unsigned(sum_at(index, piece, salt_of(salted_as or name)))
             start += piece.numel()
         return total % MODULUS
 
 
 def _files_of(path: Path) -> list[Path]:
-    if path.is_file():
+    if path.suffix == ".safetensors" and not path.is_dir():
         return [path]
-    files = sorted(path.glob("*.safetensors")) if path.is_dir() else []
+    try:
+        files = [path / name for name in disk.names(path) if name.endswith(".safetensors")]
+    except DiskError as error:
+        raise ConfigError(str(error)) from error
     if not files:
-        what = "holds no safetensors" if path.exists() else "does not exist"
+        what = "holds no safetensors" if disk.exists(path) else "does not exist"
         raise ConfigError(f"{str(path)!r} {what}; give the folder of a HF checkpoint, or a .safetensors file")
     return files
 
@@ -147,10 +153,12 @@ def _says_tied(path: Path) -> bool:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        data = json.loads(disk.read(path))
+    except FileNotFoundError:
+        return {}
+    except DiskError as error:
+        raise ConfigError(str(error)) from error
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read as JSON: {error}; copy it again") from error
     return data if isinstance(data, dict) else {}

@@ -39,7 +39,7 @@ def trainer(rank: int, size: int, make_optimizer: MakeOptimizer, method: str) ->
 
 
 @pytest.fixture
-def make_snapshot() -> Iterator[Make]:
+def make_pairing() -> Iterator[Make]:
     built: list[Pairing] = []
 
     def build(optimizer: str = "sgd", *, method: str = "snapshot", encoding: str = "ulp") -> Pairing:
@@ -60,11 +60,14 @@ def num_changed(before: dict[str, torch.Tensor], pairing: Pairing) -> int:
     )
 
 
+@pytest.mark.parametrize("method", ["capture", "snapshot"])
 @pytest.mark.parametrize(
     ("optimizer", "encoding"), [("sgd", "indices"), ("adam-l2", "ulp"), ("adamw-amsgrad", "ulp_zstd")]
 )
-def test_any_optimizer_and_any_number_of_steps(make_snapshot: Make, optimizer: str, encoding: str) -> None:
-    pairing = make_snapshot(optimizer, encoding=encoding)
+def test_any_optimizer_and_any_number_of_steps(
+    make_pairing: Make, optimizer: str, encoding: str, method: str
+) -> None:
+    pairing = make_pairing(optimizer, method=method, encoding=encoding)
     kinds = ""
     for version in range(7):
         before = {name: tensor.clone() for name, tensor in truth(pairing).items()}
@@ -79,16 +82,16 @@ def test_any_optimizer_and_any_number_of_steps(make_snapshot: Make, optimizer: s
     assert kinds == "fddddfd"
 
 
-def test_by_inversion_the_same_training_is_full(make_snapshot: Make) -> None:
-    pairing = make_snapshot("adam-l2", method="adamw")
+def test_by_inversion_the_same_training_is_full(make_pairing: Make) -> None:
+    pairing = make_pairing("adam-l2", method="adamw")
     for version in range(2):
         train(pairing)
         stats = pairing.commit(version)
     assert stats[0].verdict.reason is Reason.NOT_ADAMW
 
 
-def test_weights_that_something_else_replaced_are_a_delta(make_snapshot: Make) -> None:
-    pairing = make_snapshot()
+def test_weights_that_something_else_replaced_are_a_delta(make_pairing: Make) -> None:
+    pairing = make_pairing()
     pairing.commit(0)
     for one in pairing.trainers:
         one.tensor(f"0/{DOWN}")[2, 3:9] = torch.tensor([float("nan"), float("inf"), -0.0, 1e-40, 7.0, -3e38])
@@ -98,8 +101,23 @@ def test_weights_that_something_else_replaced_are_a_delta(make_snapshot: Make) -
     assert wrong(pairing) == [{}, {}, {}]
 
 
-def test_an_aborted_update_leaves_the_copy_as_it_was(make_snapshot: Make) -> None:
-    pairing = make_snapshot()
+def test_to_a_capture_they_are_one_full_sync(make_pairing: Make) -> None:
+    pairing = make_pairing(method="capture")
+    pairing.commit(0)
+    for one in pairing.trainers:
+        one.tensor(f"0/{DOWN}")[2, 3] = 7.0
+    stats = pairing.commit(1)
+    assert stats[0].verdict.reason is Reason.UNSEEN_CHANGE
+    assert "one of 3 beside it" in stats[0].verdict.detail  # four small parameters are one piece
+    assert wrong(pairing) == [{}, {}, {}]
+    train(pairing)
+    assert pairing.commit(2)[0].verdict.kind is Kind.DELTA
+    assert wrong(pairing) == [{}, {}, {}]
+
+
+@pytest.mark.parametrize("method", ["capture", "snapshot"])
+def test_an_aborted_update_leaves_the_base_as_it_was(make_pairing: Make, method: str) -> None:
+    pairing = make_pairing(method=method)
     pairing.commit(0)
     held = {name: tensor.clone() for name, tensor in truth(pairing).items()}
     train(pairing)

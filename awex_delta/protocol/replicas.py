@@ -1,0 +1,80 @@
+"""Do copies of one tensor on several trainer ranks have the same bits? Told with what ends a full sync.
+
+A rank hashes its tensors of which others hold copies. The first of n such ranks counts its digest n - 1
+times, the others count theirs -1 times, so that all counts add up to zero if copies are equal.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+
+from awex_delta.errors import LockstepError
+from awex_delta.protocol.session import Session
+from awex_delta.wire.digest import MODULUS
+
+logger = logging.getLogger(__name__)
+
+_MAX_NAMED = 8  # tensors that a warning names
+
+Copies = Mapping[str, tuple[int, ...]]
+"""By HF name, the trainer ranks that hold the same part of it."""
+
+
+def parity(rank: int, copies: Copies, sums: Mapping[str, int]) -> int:
+    """What one trainer rank contributes, modulo 2^64.
+
+    Args:
+        rank: of the trainer.
+        copies: of the tensors of this rank, see `plan.shards.copies_of_rank`.
+        sums: digests of its parts of them, by HF name.
+    """
+    first = {name: rank == copies[name][0] for name in sums}
+    return sum((len(copies[n]) - 1 if first[n] else -1) * total for n, total in sums.items()) % MODULUS
+
+
+def warn_of_drift(
+    session: Session,
+    version: int,
+    facts: Sequence[Mapping[str, int]],
+    copies: Copies,
+    sums: Mapping[str, int],
+) -> None:
+    """Log, on trainer rank 0, the tensors of which trainer ranks hold different bits, with the ranks.
+
+    Args:
+        session: of this rank.
+        version: of the update.
+        facts: of the agreement that ended it, with the `parity` of each trainer rank.
+        copies, sums: see `parity`; empty on an engine rank.
+
+    Raises:
+        LockstepError: a rank sent no digests.
+        PeerError: a rank did not answer.
+
+    Collective: yes, over all transfer ranks, if the parities do not add up to zero; else none.
+    """
+    if not sum(fact.get("parity", 0) for fact in facts) % MODULUS:
+        return
+    mine = {name: [sums[name], *ranks] for name, ranks in copies.items() if name in sums}
+    rows = session.comm.gather_json(mine, phase="copies of the trainer")
+    rendezvous = session.comm.rendezvous
+    try:
+        different = sorted(_different(rows[rendezvous.num_engine_ranks :]))
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise LockstepError(f"a trainer rank sent no digests of its copies: {error!r}") from error
+    if session.comm.seat == rendezvous.trainer_seat(0):
+        logger.warning(
+            "version %d: trainer ranks hold different bits of %d tensors that should be equal: %s. Engines "
+            "all got those of one rank. Find out why ranks drift: each step can make the difference larger",
+            version,
+            len(different),
+            ", ".join(different[:_MAX_NAMED]),
+        )
+
+
+def _different(trainers: Sequence[Mapping[str, Sequence[int]]]) -> Iterator[str]:
+    for rank, row in enumerate(trainers):
+        for name, (mine, *ranks) in row.items():
+            if ranks[0] == rank and any(trainers[other][name][0] != mine for other in ranks):
+                yield f"{name} (trainer ranks {', '.join(map(str, ranks))})"
