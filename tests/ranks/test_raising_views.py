@@ -135,7 +135,8 @@ class Scene:
         else:
             assert not any(stats), (outcome, kind)
             if name == "tensors":  # what this engine computes with is not known, so it is not ready
-                assert held.pop(seat) is None or kind == "connect"
+                assert held.pop(seat) in (None, before)
+                assert not self.pairing.receivers[seat].ready or kind == "connect"
             assert held == [before] * len(held), (held, outcome)
         for one in (one for one in outcome if not isinstance(one, UpdateStats)):
             assert isinstance(one, UpdateError | ConnectError), repr(one)
@@ -197,8 +198,8 @@ def scene(make: Callable[..., Pairing]) -> Scene:
 
 
 CALLED = {
-    (1, "delta"): {"synchronize", "committed"},
-    (1, "full"): {"synchronize", "committed"},
+    (1, "delta"): {"tensors", "synchronize", "committed"},
+    (1, "full"): {"tensors", "synchronize", "committed"},
     (1, "connect"): {"tensors", "synchronize", "committed"},
     (3, "delta"): {"detect", "tensor", "convert"},
     (3, "full"): {"gather_params", "tensor", "convert"},
