@@ -65,23 +65,28 @@ engine ranks together must be a power of two, unless `world_size_policy: any`.
 _ENVIRONMENT = """\
 ## Environment of worker processes
 
-A launcher starts each trainer and engine worker with
-`scrub_worker_environment() | worker_environment(resolved)`; a worker reads them back with
-`settings_from_environment()`. With deltas off nothing is set, and what was inherited is dropped.
-With deltas on the first four are set, and of the others those whose setting is not the default.
+A launcher starts each trainer and engine worker with `os.environ | worker_environment(resolved)`; a worker
+reads them back with `settings_from_environment()`. Every variable is written, also one whose setting has its
+default or is off, so that nothing that was inherited counts. `scrub_worker_environment()` is this process's
+environment without these variables, for workers that have nothing to do with updates.
 
 | variable | value | meaning |
 |---|---|---|
-| `DTE_SEPARATION_WEIGHT_UPDATE` | `1` | separate trainer and engine processes form one group |
-| `DTE_STREAMING_RECONSTRUCT` | `1` | changes are found slice by slice, with no whole copy |
-| `DTE_DELTA_TRANSFER` | `1` | after the first full sync, updates carry only what changed |
+| `DTE_SEPARATION_WEIGHT_UPDATE` | `1` or `0` | separate trainer and engine processes form one group |
+| `DTE_STREAMING_RECONSTRUCT` | `1` or `0` | changes are found slice by slice, with no whole copy |
+| `DTE_DELTA_TRANSFER` | `1` or `0` | after the first full sync, updates carry only what changed |
 VARIABLES
 
-Flags are `1`, `true` or `True`, and `0`, `false` or empty; anything else is refused, as is a name that is
-nearly one of these.
+Flags are `1`, `true` or `True`, and `0`, `false`, `False` or empty; anything else is refused, as is a name
+that is nearly one of these.
 """
 
-_KINDS: dict[object, str] = {int: "a count", float: "seconds", str: "a URL"}
+_KINDS: dict[object, str] = {
+    int: "a count",
+    float: "seconds",
+    str: "a URL",
+    "weight_update_secret_source": "`file:PATH` or `env:NAME`, never the secret",
+}
 
 
 def page() -> str:
@@ -111,9 +116,10 @@ def _variables() -> Iterator[str]:
             continue
         annotation = TrainEngineConfig.model_fields[setting.name].annotation
         if setting.true_for is not None or annotation is bool:
-            yield f"| `{setting.variable}` | `True` | `{setting.name}: {setting.true_for or 'true'}` |"
+            means = f"{setting.name}: {setting.true_for or 'true'}"
+            yield f"| `{setting.variable}` | `True` or `False` | `{means}` |"
         else:
-            kind = _KINDS.get(annotation, "a name")
+            kind = _KINDS.get(setting.name) or _KINDS.get(annotation, "a name")
             yield f"| `{setting.variable}` | {kind} | `{setting.name}` |"
 
 

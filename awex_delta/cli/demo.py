@@ -41,6 +41,8 @@ def demo(
         ),
     ] = "none",
     timeout: Annotated[float, typer.Option(help="Longest wait for any process, in seconds.")] = 60.0,
+    host: Annotated[str, typer.Option(help="Where all ranks meet, such as ::1.")] = "127.0.0.1",
+    secret_file: Annotated[str, typer.Option(help="File with a secret that all ranks share.")] = "",
 ) -> None:
     """Train a small Megatron model and update two inference engines after every step.
 
@@ -61,6 +63,8 @@ def demo(
                 hidden=hidden,
                 fault=choose_fault(fault),
                 timeout_seconds=timeout,
+                host=host,
+                secret_source=secret_file and f"file:{Path(secret_file).absolute()}",
             )
             for name in choose_models(model)
         ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,6 +10,7 @@ import typer
 
 from awex_delta.cli.output import JsonOption, print_json, stdout_kept
 from awex_delta.errors import ConfigError
+from awex_delta.settings.address import bare_host, host_and_port, is_loopback
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -73,11 +73,11 @@ def _serve(server: FastAPI, host: str, port: int) -> None:
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    uvicorn.run(server, host=host, port=port, log_config=None, server_header=False, workers=1)
+    uvicorn.run(server, host=bare_host(host), port=port, log_config=None, server_header=False, workers=1)
 
 
 def _where(host: str, port: int, token_file: Path | None) -> dict[str, str | None]:
-    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    url = f"http://{host_and_port(host, port)}"
     token = None if token_file is None else str(token_file)
     return {"url": url, "documentation": f"{url}/docs", "token_file": token}
 
@@ -89,17 +89,10 @@ def _refuse(text: str) -> typer.Exit:
 
 def _check_hosts(host: str, meeting_host: str, *, allow_remote: bool, no_token: bool) -> None:
     for option, value in (("--host", host), ("--meeting-host", meeting_host)):
-        if not _is_loopback(value) and not allow_remote:
+        if not is_loopback(value) and not allow_remote:
             raise ConfigError(f"{option} {value} is reached from other machines: add --allow-remote if meant")
-    if no_token and not _is_loopback(host):
+    if no_token and not is_loopback(host):
         raise ConfigError(f"--no-token with --host {host} would let every machine in: give a --token-file")
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _token(path: Path | None, *, no_token: bool) -> str | None:

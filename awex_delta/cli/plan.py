@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import shlex
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -106,10 +107,9 @@ def show(found: RunPlan, console: Console) -> None:
     rows.add_row("full sync", f"{_size(found.full_bytes)} over all engines")
     console.print(rows)
     console.print(_traffic(found))
-    if found.environment:
-        console.print("# a launcher sets for every worker of both sides, as worker_environment() says:")
+    console.print("# a launcher sets for every worker of both sides, as worker_environment() says:")
     for name, value in found.environment.items():
-        console.print(f"export {name}={value}")
+        console.print(f"export {name}={shlex.quote(value)}", markup=False, soft_wrap=True)
 
 
 def _first(separator: str, items: Sequence[object]) -> str:

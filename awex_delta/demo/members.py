@@ -34,9 +34,9 @@ def build(seat: Seat) -> Actions:
     return _BUILDERS[seat.role](seat)
 
 
-def _build_store(_: Seat) -> Actions:
+def _build_store(seat: Seat) -> Actions:
     """The store at which trainer and engines meet. It is no rank, and so it outlives each of them."""
-    store = host_store()
+    store = host_store(seat.plan.host, settings=settings_of(seat.plan))
     return {"port": lambda: store.port}
 
 
@@ -176,11 +176,13 @@ def settings_of(plan: DemoPlan) -> DeltaSettings:
         allow_any_world_size=plan.padded_schedule,
         timeout_seconds=plan.timeout_seconds,
         connect_timeout_seconds=plan.timeout_seconds,
+        secret_source=plan.secret_source,
     )
 
 
 def _rendezvous(seat: Seat) -> Rendezvous:
     return Rendezvous(
+        host=seat.plan.host,
         port=seat.store_port,
         num_engine_ranks=seat.plan.num_engine_ranks,
         num_trainer_ranks=seat.plan.num_trainer_ranks,

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Literal, TypeAlias, get_args
 
 from awex_delta.errors import ConfigError
+from awex_delta.settings.address import listen
+from awex_delta.settings.secret import read_secret
 
 ModelName: TypeAlias = Literal["qwen3", "qwen3-moe"]
 FaultName: TypeAlias = Literal["none", "drop-engine", "fail-apply", "stale-engine"]
@@ -60,6 +62,8 @@ class DemoPlan:
     steps: optimizer steps, each followed by an update.
     anchor_interval: committed deltas between two full syncs; 0 means never.
     timeout_seconds: longest wait for any process during an update.
+    host: address of this machine where the ranks meet.
+    secret_source: where they find the secret that they share; empty for none.
     """
 
     model: ModelName
@@ -73,6 +77,8 @@ class DemoPlan:
     hidden: int
     fault: FaultName
     timeout_seconds: float
+    host: str = "127.0.0.1"
+    secret_source: str = ""
 
     @property
     def num_trainer_ranks(self) -> int:
@@ -174,6 +180,8 @@ def check_plan(plan: DemoPlan) -> None:
         )
     _check_train(plan)
     _check_infer(plan)
+    read_secret(plan.secret_source)
+    listen(plan.host, 0).close()
 
 
 def _check_range(option: str, value: int, least: int, largest: int | None) -> None:

@@ -9,7 +9,8 @@ from torch._C._distributed_c10d import TCPStore
 
 from awex_delta.gateway.models import ConnectRequest
 from awex_delta.gateway.side_models import Attempt, SideConnect, SideState
-from awex_delta.protocol.rendezvous import Rendezvous, host_store
+from awex_delta.protocol.rendezvous import Rendezvous, host_store, warn_without_secret
+from awex_delta.settings.agreed import DeltaSettings
 from awex_delta.settings.resolve import resolve
 
 
@@ -26,14 +27,23 @@ class StoreHost:
         self._store: TCPStore | None = None
 
     def meet(
-        self, pair: str, connection: str, *, num_engine_ranks: int, num_trainer_ranks: int
+        self,
+        pair: str,
+        connection: str,
+        *,
+        num_engine_ranks: int,
+        num_trainer_ranks: int,
+        settings: DeltaSettings,
     ) -> Rendezvous:
         """Where the ranks of one connection meet. Opens the store at the first call.
 
         Raises ConfigError if the store cannot listen there.
         """
         with self._lock:
-            self._store = self._store or host_store(self._host, self._port)
+            if self._store is None:
+                self._store = host_store(self._host, self._port, settings=settings)
+            else:
+                warn_without_secret(self._host, settings)
             port = self._store.port
         return Rendezvous(
             host=self._host,
@@ -100,6 +110,7 @@ def side_connects(
         connection,
         num_engine_ranks=sum(states[url].num_ranks for url in request.engines),
         num_trainer_ranks=sum(states[url].num_ranks for url in request.trainers),
+        settings=resolve(request.config.train, request.config.rollout).settings,
     )
     calls: dict[str, Attempt] = {}
     for urls, label in ((request.trainers, "trainer"), (request.engines, "engine")):

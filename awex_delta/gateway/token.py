@@ -9,9 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from awex_delta.errors import ConfigError
-
-MIN_TOKEN_CHARS = 16
-_MAX_TOKEN_FILE_CHARS = 4096
+from awex_delta.settings.secret import check_text, read_file
 
 
 def new_token() -> str:
@@ -24,14 +22,8 @@ def check_token(token: str | None) -> None:
 
     Raises ConfigError, which does not show it, if it is short, or not printable ASCII without blanks.
     """
-    if token is None:
-        return
-    plain = token.isascii() and token.isprintable() and " " not in token
-    if len(token) < MIN_TOKEN_CHARS or not plain:
-        raise ConfigError(
-            f"token of {len(token)} characters: give at least {MIN_TOKEN_CHARS}, "
-            "printable ASCII without blanks"
-        )
+    if token is not None:
+        check_text("token", token)
 
 
 def read_token(path: str | Path, *, create: bool = False) -> str:
@@ -49,15 +41,7 @@ def read_token(path: str | Path, *, create: bool = False) -> str:
             raise ConfigError(
                 f"token file {path}: {error.strerror}; give a path that can be written"
             ) from error
-    try:
-        if path.stat().st_mode & 0o077:
-            raise ConfigError(f"token file {path} can be read by others: chmod 600 {path}")
-        with path.open(encoding="utf-8") as file:  # some files, such as devices, never end
-            token = file.read(_MAX_TOKEN_FILE_CHARS).strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"token file {path} cannot be read: {type(error).__name__}") from error
-    check_token(token)
-    return token
+    return read_file("token", path)
 
 
 def _create(path: Path) -> None:

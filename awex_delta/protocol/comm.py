@@ -12,16 +12,16 @@ Keys in the store, below the rendezvous name:
 
     epoch                   the current epoch, moved by compare-and-set only
     EPOCH/cause             what was given up by who opened the epoch, such as "version 7"; seat; name
-    EPOCH/seat/RANK         who sits there; a second life of the same rank opens a new epoch
+    EPOCH/seat/RANK         who sits there, see `Seal.ticket`; a second life of the rank opens a new epoch
     EPOCH/at/RANK           the phase that the rank entered last, so an error can name who is missing
 """
 
 from __future__ import annotations
 
-import json
+import logging
+import time
 import traceback
-import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -35,17 +35,18 @@ from awex_delta.errors import ConnectError, PeerError
 from awex_delta.plan.shards import dense_batches
 from awex_delta.protocol.dense import Begin, Weights, receive_batch, send_batch
 from awex_delta.protocol.rendezvous import Rendezvous, first_line
+from awex_delta.protocol.rows import Rows
+from awex_delta.protocol.seal import Seal
 from awex_delta.protocol.store import BoundedStore
 from awex_delta.settings.agreed import DeltaSettings
 
-MAX_BYTES = 1 << 28
-"""The longest description of one rank. A model of a hundred thousand tensors needs a hundredth of it."""
+logger = logging.getLogger(__name__)
 
 MAX_OPERATIONS = 1024
 """Most sends or receives of whole weights that one rank has begun and not ended."""
 
 
-class Comm:
+class Comm(Rows):
     """One rank's seat in the transfer world. Not thread-safe."""
 
     def __init__(
@@ -63,6 +64,9 @@ class Comm:
             settings: name the longest waits: for a peer in one operation, and for all in `connect`.
             device: where weights live. On CUDA, weights travel over NCCL and frames and agreements
                 over Gloo; on the CPU everything travels over Gloo.
+
+        Raises:
+            ConfigError: the secret that the settings name cannot be read.
         """
         self.rendezvous = rendezvous
         self.seat = seat
@@ -71,6 +75,7 @@ class Comm:
         self.purpose = "connect"
         self.trace: list[str] = []
         self.has_met = False
+        self.seal = Seal(rendezvous, seat, settings.secret_source)
         self._device = device or torch.device("cpu")
         self._bucket_bytes = settings.bucket_bytes
         self._timeout = timedelta(seconds=settings.timeout_seconds)
@@ -114,7 +119,7 @@ class Comm:
         if self.is_connected and epoch == self.epoch:
             return ()
         engines = range(self.rendezvous.num_engine_ranks)
-        return tuple(rank for rank in engines if store.find(f"{epoch}/seat/{rank}") is None)
+        return tuple(rank for rank in engines if not self._sits(store, rank, epoch))
 
     def connect(self) -> None:
         """Join the current epoch, or open a new one where this seat was taken before.
@@ -126,16 +131,10 @@ class Comm:
         """
         self._leave()
         store = self._open_store()
-        life = uuid.uuid4().hex
-        epoch = store.epoch()
-        while store.swap(f"{epoch}/seat/{self.seat}", "", life) != life:
-            # Not in the name of this rank's purpose: the peers have not given anything up.
-            self._open_epoch_after(epoch, f"a new life of seat {self.seat}")
-            epoch = store.epoch()
-        self.epoch = epoch
+        self.epoch = self._take_seat(store)
         try:
             self._group = self._new_group("gloo")
-            self.gather(b"", width=8, phase="connect")
+            self.seal.meet(self.epoch, self.gather)
             # The wait for stragglers above is longer than any wait inside an update.
             self._group._set_default_timeout(self._timeout)  # noqa: SLF001 - torch has no public name for it
             if self._device.type == "cuda":
@@ -145,16 +144,40 @@ class Comm:
                     [one]
                 ).wait()  # NCCL connects in the first operation of all ranks
             self.has_met = True
+        except ConnectError:
+            self.abandon()
+            raise
         except Exception as error:  # whatever torch raises: not all ranks are here
             seats = range(self.rendezvous.world_size)
-            missing = [seat for seat in seats if store.find(f"{epoch}/seat/{seat}") is None]
-            self._open_epoch_after(epoch, self.purpose)  # whoever comes late finds no half-open group
+            missing = [seat for seat in seats if not self._sits(store, seat, self.epoch)]
+            self._open_epoch_after(self.epoch, self.purpose)  # whoever comes late finds no half-open group
             self.abandon()
             waited = self._connect_timeout.total_seconds()
             raise ConnectError(
                 f"{self.me}: {self.rendezvous.name_seats(missing)} did not arrive within {waited:g} s "
                 f"(is enable_delta_weight_update on on both sides?): {first_line(error)}"
             ) from error
+
+    def _take_seat(self, store: BoundedStore) -> int:
+        """Sit down in the current epoch, or in a new one if this seat is taken. Returns the epoch."""
+        deadline, stranger = time.monotonic() + self._connect_timeout.total_seconds(), ""
+        while True:
+            epoch = store.epoch()
+            ticket = self.seal.new_ticket(epoch)
+            found = store.swap(f"{epoch}/seat/{self.seat}", "", ticket)
+            if found == ticket:
+                return epoch
+            if not stranger and not self.seal.is_ticket(self.seat, epoch, found):
+                stranger = f"; in epoch {epoch} somebody without this secret sat there, as {found[:80]!r}"
+                logger.warning("%s: this seat was taken%s", self.me, stranger)
+            if time.monotonic() > deadline:
+                raise ConnectError(f"{self.me}: this seat was taken again and again{stranger}")
+            # Not in the name of this rank's purpose: the peers have not given anything up.
+            self._open_epoch_after(epoch, f"a new life of seat {self.seat}")
+
+    def _sits(self, store: BoundedStore, seat: int, epoch: int) -> bool:
+        """Whether a rank of this pairing took a seat in an epoch."""
+        return self.seal.is_ticket(seat, epoch, store.find(f"{epoch}/seat/{seat}"))
 
     def abandon(self) -> None:
         """Give this epoch up and close its group: peers that wait there fail at once, and all meet anew."""
@@ -171,19 +194,10 @@ class Comm:
         self._store = None
 
     def gather(self, row: bytes, *, width: int, phase: str) -> list[bytes]:
-        """Give one row to every rank and get all rows, by transfer rank.
-
-        Args:
-            row: at most `width` - 4 bytes; `width` is the same on every rank.
-            phase: names the call in errors.
-
-        Raises:
-            PeerError: a rank did not arrive in time, or went away.
-
-        Collective: yes, over all transfer ranks.
-        """
+        """Give one row to every rank and get all rows: see `Rows.gather`."""
         if len(row) > width - 4:
             raise ValueError(f"row of {len(row)} bytes does not fit {width}")
+        row, width = self.seal.sealed(row), width + self.seal.num_bytes
         told = (len(row).to_bytes(4, "little") + row).ljust(width, b"\0")
         mine = torch.frombuffer(bytearray(told), dtype=torch.uint8)
         rows = [
@@ -191,39 +205,32 @@ class Comm:
         ]
         self._wait(lambda group: group.allgather([rows], [mine]), phase)
         blobs = [bytes(one.numpy()) for one in rows]
-        return [blob[4 : 4 + int.from_bytes(blob[:4], "little")] for blob in blobs]
-
-    def gather_bytes(self, blob: bytes, *, phase: str) -> list[bytes]:
-        """As `gather`, of any length: sizes first, then the bytes. Raises ConnectError beyond `MAX_BYTES`.
-
-        Collective: yes, over all transfer ranks.
-        """
-        rows = self.gather(len(blob).to_bytes(8, "little"), width=16, phase=phase)
-        sizes = [int.from_bytes(row, "little") for row in rows]
-        for seat, size in enumerate(sizes):
-            if size > MAX_BYTES:
-                place = self.rendezvous.place(seat)
-                raise ConnectError(f"{place} announces {size} bytes, more than {MAX_BYTES}")
-        return self.gather(blob, width=max(sizes) + 4, phase=phase)
-
-    def gather_json(self, value: Any, *, phase: str) -> list[Any]:
-        """As `gather_bytes`, of a JSON value. Raises ConnectError where a rank sends what is no JSON.
-
-        Collective: yes, over all transfer ranks.
-        """
-        blobs = self.gather_bytes(json.dumps(value).encode(), phase=phase)
-        return [_parse_json(seat, blob) for seat, blob in enumerate(blobs)]
+        sealed = [blob[4 : 4 + int.from_bytes(blob[:4], "little")] for blob in blobs]
+        return self._opened(dict(enumerate(sealed)), phase)
 
     def broadcast(self, blob: bytes, num_bytes: int, source: int, *, phase: str) -> bytes:
         """Give the `num_bytes` of `blob`, which only the rank `source` has to have, to all. Raises PeerError.
 
         Collective: yes, over all transfer ranks.
         """
-        buffer = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
-        if source == self.seat and num_bytes:
-            buffer = torch.frombuffer(bytearray(blob), dtype=torch.uint8)
+        mine = self.seal.sealed(blob)
+        buffer = torch.empty(num_bytes + self.seal.num_bytes, dtype=torch.uint8, device="cpu")
+        if source == self.seat and mine:
+            buffer = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
         self._wait(lambda group: group.broadcast(buffer, source), phase)
-        return bytes(buffer.numpy())
+        return self._opened({source: bytes(buffer.numpy())}, phase)[0]
+
+    def _opened(self, told: Mapping[int, bytes], phase: str) -> list[bytes]:
+        """What ranks told, by seat, without their seals. Leaves the epoch if one is wrong."""
+        rows = {seat: self.seal.opened(seat, blob) for seat, blob in told.items()}
+        wrong = [seat for seat, row in rows.items() if row is None]
+        if wrong:
+            self.abandon()
+            raise PeerError(
+                f"{self.me}: what {self.rendezvous.name_seats(wrong)} told in phase {phase!r} does not bear "
+                "the seal of this session: it was changed on the way"
+            )
+        return [row for row in rows.values() if row is not None]
 
     def send(self, payload: torch.Tensor, peer: int, *, phase: str) -> None:
         """Send a contiguous uint8 tensor to `peer`, which calls `receive`. Raises PeerError."""
@@ -340,10 +347,3 @@ class Comm:
                 with suppress(Exception):  # closing a broken group may complain; it is gone either way
                     group.shutdown()
         self._group = self._weights_group = None
-
-
-def _parse_json(seat: int, blob: bytes) -> Any:
-    try:
-        return json.loads(blob)
-    except (ValueError, RecursionError) as error:
-        raise ConnectError(f"seat {seat} sent what is no JSON: {error}") from error

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import logging
 import re
-import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -14,8 +14,13 @@ from pydantic.json_schema import SkipJsonSchema
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 from awex_delta.errors import ConfigError, ConnectError
+from awex_delta.settings.address import bare_host, host_and_port, is_loopback, listen
 from awex_delta.settings.agreed import DeltaSettings
 
+logger = logging.getLogger(__name__)
+
+# A name, or an address, with a zone such as `%eth0` where IPv6 needs one.
+_HOST = r"^([A-Za-z0-9.:%_-]{1,255}|\[[0-9A-Za-z.:%_-]{1,253}\])$"
 RankCount = Annotated[int, Field(ge=0, le=1 << 20, strict=True)]
 
 
@@ -25,7 +30,8 @@ class Rendezvous:
 
     num_engine_ranks, num_trainer_ranks: ranks of each side; all of them take part in every update. One
         side alone meets where updates travel through a folder.
-    host, port: of the TCP store that `host_store` opened. Ignored where `store` is given.
+    host, port: of the TCP store that `host_store` opened; an IPv6 address with or without brackets. Ignored
+        where `store` is given.
     name: keeps several pairings on one store apart.
     store: an existing torch store, such as a HashStore between threads.
     """
@@ -35,7 +41,7 @@ class Rendezvous:
 
     num_engine_ranks: RankCount
     num_trainer_ranks: RankCount
-    host: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9.:_-]{1,255}$")] = "127.0.0.1"
+    host: Annotated[str, StringConstraints(pattern=_HOST)] = "127.0.0.1"
     port: Annotated[int, Field(ge=0, lt=65536, strict=True)] = 0
     name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._/-]{1,128}$")] = "awex_delta"
     store: Annotated[SkipJsonSchema[Store | None], Field(exclude=True)] = None
@@ -62,6 +68,11 @@ class Rendezvous:
     def world_size(self) -> int:
         """Ranks of both sides together."""
         return self.num_engine_ranks + self.num_trainer_ranks
+
+    @property
+    def address(self) -> str:
+        """Host and port of the store, as URLs write them."""
+        return host_and_port(self.host, self.port)
 
     def engine_seat(self, engine_rank: int) -> int:
         """Transfer rank of engine rank `engine_rank` (0-based over all engines)."""
@@ -90,11 +101,9 @@ class Rendezvous:
         base = self.store
         if base is None:
             try:
-                base = TCPStore(self.host, self.port, is_master=False, timeout=timeout)
+                base = TCPStore(bare_host(self.host), self.port, is_master=False, timeout=timeout)
             except RuntimeError as error:
-                raise ConnectError(
-                    f"no store answers at {self.host}:{self.port}: {first_line(error)}"
-                ) from error
+                raise ConnectError(f"no store answers at {self.address}: {first_line(error)}") from error
         return PrefixStore(self.name, base)
 
 
@@ -115,29 +124,42 @@ class Joining(BaseModel):
     engine: str = "engine"
 
 
-def host_store(host: str = "127.0.0.1", port: int = 0) -> TCPStore:
+def host_store(host: str = "127.0.0.1", port: int = 0, *, settings: DeltaSettings | None = None) -> TCPStore:
     """Open the store that a `Rendezvous` points at, in this process.
 
     Args:
-        host: address to listen on, and on no other.
+        host: address to listen on, and on no other; IPv4, or IPv6 with or without brackets, or a name of one.
+            `::` means every address of this machine, of either kind.
         port: 0 picks a free one; read it from `.port` of the result.
+        settings: of the ranks that will meet here. If they share no secret, and `host` is not a loopback
+            address, a warning says so: whoever reaches the store can then take a seat.
 
-    The store lives as long as the returned object does. It asks nobody who they are: keep it on a
-    network of friends.
+    The store lives as long as the returned object does. It asks nobody who they are.
 
     Raises:
         ConfigError: this machine has no such address, or the port is taken.
     """
-    try:
-        listener = socket.create_server((host, port))
-    except OSError as error:
-        raise ConfigError(
-            f"host={host!r}, port={port}: cannot listen there ({error.strerror or error}); "
-            "give an address of this machine and a free port"
-        ) from error
+    listener = listen(host, port)
     bound = listener.getsockname()[1]
+    warn_without_secret(host, settings)
     # torch would listen on every interface by itself; it is handed a socket that does not.
-    return TCPStore(host, bound, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    return TCPStore(
+        bare_host(host),
+        bound,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+
+
+def warn_without_secret(host: str, settings: DeltaSettings | None) -> None:
+    """Log a warning if a store at `host` lets other machines in and those who meet there prove no secret."""
+    if not is_loopback(host) and (settings is None or not settings.secret_source):
+        logger.warning(
+            "a store listens on %s, where whoever reaches it can take the seat of an engine or a trainer: "
+            "no secret is asked for. Set weight_update_secret_source, and give host_store() the settings",
+            host,
+        )
 
 
 def first_line(error: Exception) -> str:

@@ -267,6 +267,7 @@ class Session:
             sender=pair.sender,
             receiver=pair.receiver,
             dtype=pair.dtype,
+            key=self.comm.seal.frame_key,
         )
 
     def stats(

@@ -7,6 +7,7 @@ the host is gone.
 from __future__ import annotations
 
 import queue
+import re
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -35,13 +36,13 @@ class BoundedStore:
             PeerError: somebody does, but not in time.
         """
         self.broken = False
-        self._where = "the store" if rendezvous.store else f"the store at {rendezvous.host}:{rendezvous.port}"
+        self._where = "the store" if rendezvous.store else f"the store at {rendezvous.address}"
         self._timeout = timeout.total_seconds()
         self.raw: Store = self._call(lambda: rendezvous.open_store(timeout))
 
     def swap(self, key: str, expected: str, desired: str) -> str:
         """Set `key` to `desired` where it is `expected` ("" for absent); says what it is then."""
-        return self._call(lambda: self.raw.compare_set(key, expected, desired)).decode()
+        return self._call(lambda: self.raw.compare_set(key, expected, desired)).decode(errors="replace")
 
     def put(self, key: str, value: str) -> None:
         """Set `key`, without waiting: torch's client reads no answer to this."""
@@ -53,11 +54,15 @@ class BoundedStore:
 
     def find(self, key: str) -> str | None:
         """What `key` holds; None when it is absent."""
-        return self._call(lambda: self.raw.get(key).decode() if self.raw.check([key]) else None)
+        found = self._call(lambda: self.raw.get(key) if self.raw.check([key]) else None)
+        return None if found is None else found.decode(errors="replace")
 
     def epoch(self) -> int:
-        """The current epoch."""
-        return int(self.swap("epoch", "", "0"))
+        """The current epoch. Raises ConnectError if the store holds none."""
+        found = self.swap("epoch", "", "0")
+        if not re.fullmatch("[0-9]{1,18}", found):
+            raise ConnectError(f"{self._where} holds {found[:80]!r} as its epoch: start another one")
+        return int(found)
 
     def open_epoch(self, epoch: int, cause: str) -> None:
         """Move on to `epoch`, unless another rank was faster, and tell why."""

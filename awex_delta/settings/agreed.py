@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Self
 
-from awex_delta.settings.schema import TrainEngineConfig
+from awex_delta.errors import ConfigError
+from awex_delta.settings.schema import SECRET_SOURCE, TrainEngineConfig
 
 _KEY = "setting"
 
@@ -65,11 +67,20 @@ class DeltaSettings:
     connect_timeout_seconds: float = _setting(
         "weight_update_connect_timeout_seconds", "DTE_CONNECT_TIMEOUT_SECONDS", local=True
     )
+    secret_source: str = _setting("weight_update_secret_source", "DTE_SECRET_SOURCE", local=True)
     transport: str = _setting("weight_update_transport", "DTE_TRANSPORT")
     disk_url: str = _setting("weight_update_disk_url", "DTE_DISK_URL")
     disk_kind: str = _setting("weight_update_disk_kind", "DTE_DISK_KIND")
     keep_anchors: int = _setting("weight_update_keep_anchors", "DTE_KEEP_ANCHORS")
     read_workers: int = _setting("weight_update_read_workers", "DTE_READ_WORKERS", local=True)
+
+    def __post_init__(self) -> None:
+        """Refuse a secret that stands where its place is asked for: settings are shown, logged and sent."""
+        if not re.fullmatch(SECRET_SOURCE, self.secret_source):
+            raise ConfigError(
+                "secret_source (not shown) says where the secret is: write file:PATH, or env:NAME for a "
+                "variable of the environment of every rank"
+            )
 
     @classmethod
     def of(cls, train: TrainEngineConfig) -> Self:

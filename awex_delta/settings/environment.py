@@ -20,36 +20,34 @@ from awex_delta.settings.schema import TrainEngineConfig
 
 _DEFAULTS = DeltaSettings()
 _TRANSFER = SETTINGS["enabled"].variable
+_SECRET_SOURCE = SETTINGS["secret_source"].variable
 
 # What a worker must have said whenever deltas are on.
-_ALWAYS: Mapping[str, str] = {
+_ALWAYS = (
     # Trainer and engine workers are separate processes that form one group for updates.
-    "DTE_SEPARATION_WEIGHT_UPDATE": "1",
+    "DTE_SEPARATION_WEIGHT_UPDATE",
     # Changes are found slice by slice; a reconstructed copy of all old weights is never held.
-    "DTE_STREAMING_RECONSTRUCT": "1",
+    "DTE_STREAMING_RECONSTRUCT",
     # After the first full sync, updates carry only what changed.
-    _TRANSFER: "1",
-}
+    _TRANSFER,
+)
 _VARIABLES = (*_ALWAYS, *(setting.variable for setting in SETTINGS.values()))
-_FLAGS: Mapping[str, bool] = {"1": True, "true": True, "True": True, "0": False, "false": False, "": False}
+_FLAGS: Mapping[str, bool] = {
+    **dict.fromkeys(("1", "true", "True"), True),
+    **dict.fromkeys(("0", "false", "False", ""), False),
+}
 
 
 def worker_environment(resolved: ResolvedDelta) -> dict[str, str]:
-    """The variables that a launcher must set for every trainer and engine worker; none with deltas off.
+    """The variables that a launcher must set for every trainer and engine worker: all of them, always.
 
-    `settings_from_environment` rebuilds the same settings from them. Merge them over
-    `scrub_worker_environment()`, which drops what was inherited.
+    So nothing that a worker inherits changes what it reads: `os.environ | worker_environment(resolved)`, or
+    `scrub_worker_environment() | worker_environment(resolved)`. `settings_from_environment` rebuilds the same
+    settings from them.
     """
     settings = resolved.settings
-    if not settings.enabled:
-        return {}
-    environment = dict(_ALWAYS)
-    for field, setting in SETTINGS.items():
-        value = getattr(settings, field)
-        # Both sides count committed deltas, so both are told after how many a full sync is due.
-        if field == "anchor_interval" or value != getattr(_DEFAULTS, field):
-            environment[setting.variable] = str(value)
-    return environment
+    every = {setting.variable: str(getattr(settings, field)) for field, setting in SETTINGS.items()}
+    return every | dict.fromkeys(_ALWAYS, str(int(settings.enabled)))
 
 
 def scrub_worker_environment(environ: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -61,10 +59,15 @@ def scrub_worker_environment(environ: Mapping[str, str] | None = None) -> dict[s
     return {name: value for name, value in source.items() if name not in _VARIABLES}
 
 
+def variable(name: str) -> str | None:
+    """One variable of this process, which a setting names; None if it is not set."""
+    return os.environ.get(name)
+
+
 def settings_from_environment(environ: Mapping[str, str] | None = None) -> DeltaSettings:
     """Read what `worker_environment` wrote for this worker, by default from this process's environment.
 
-    Without `DTE_DELTA_TRANSFER` deltas are off and the other variables are not read.
+    Without `DTE_DELTA_TRANSFER` deltas are off, and of the other variables only that of the secret is read.
 
     Raises:
         ConfigError: a value cannot be read, the set is incomplete, or a name looks like a misspelling of
@@ -73,7 +76,7 @@ def settings_from_environment(environ: Mapping[str, str] | None = None) -> Delta
     source = os.environ if environ is None else environ
     _refuse_misspelled(source)
     if not _flag(source, _TRANSFER):
-        return DeltaSettings(enabled=False)
+        return DeltaSettings(enabled=False, secret_source=source.get(_SECRET_SOURCE, ""))
     for variable in _ALWAYS:
         if not _flag(source, variable):
             raise _refused(source, variable, f"it must be on while {_TRANSFER} is")
@@ -87,7 +90,7 @@ def settings_from_environment(environ: Mapping[str, str] | None = None) -> Delta
 def _flag(source: Mapping[str, str], variable: str) -> bool:
     value = source.get(variable, "")
     if value not in _FLAGS:
-        raise _refused(source, variable, "a flag is one of 1, true, True, 0, false, or empty")
+        raise _refused(source, variable, "a flag is one of 1, true, True, 0, false, False, or empty")
     return _FLAGS[value]
 
 

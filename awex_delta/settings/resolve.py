@@ -50,11 +50,13 @@ class ResolvedDelta:
 def resolve(train: TrainEngineConfig, rollout: RolloutConfig) -> ResolvedDelta:
     """Check the two sides against each other. Touches no process, group, file or environment.
 
-    With the flag off nothing is checked, and the settings say that deltas are off. Raises ConfigError if
-    deltas are on and cannot work; it lists every setting at fault with its value and remedy.
+    With the flag off nothing is checked, and the settings say that deltas are off, and where the secret is,
+    which guards full syncs, too. Raises ConfigError if deltas are on and cannot work; it lists every setting
+    at fault with its value and remedy.
     """
     if not train.enable_delta_weight_update:
-        return ResolvedDelta(settings=DeltaSettings(enabled=False))
+        source = train.weight_update_secret_source
+        return ResolvedDelta(settings=DeltaSettings(enabled=False, secret_source=source))
     problems = [*_train_problems(train), *_disk_problems(train), *_rollout_problems(rollout)]
     if problems:
         raise ConfigError("enable_delta_weight_update = True cannot work with\n" + "\n".join(problems))

@@ -21,6 +21,9 @@ Transport = Literal["p2p", "disk"]
 DiskKind = Literal["delta", "full"]
 DeltaEncoding = Literal["indices", "gaps", "ulp", "ulp_zstd", "ulp_context", "auto"]
 
+SECRET_SOURCE = r"^(file:.+|env:[A-Za-z_][A-Za-z0-9_]*)?$"  # noqa: S105 - a pattern, no secret
+"""Where a secret may be. What has another form may be the secret itself, and is never shown."""
+
 # Of a refused value: YAML makes one of a hundred bytes that takes days to write out.
 _SHOWN = reprlib.Repr()
 _SHOWN.maxlevel = 3
@@ -85,7 +88,8 @@ class _SideConfig(Section):
 
 
 class TrainEngineConfig(_SideConfig):
-    """The trainer's side. With `enable_delta_weight_update` off, the other settings change nothing."""
+    """The trainer's side. With `enable_delta_weight_update` off, the other settings change nothing, but for
+    `weight_update_secret_source`."""
 
     weight_update_mode: str = "awex"
     """How weights travel to the engines: `awex`, `disk`, `nccl`, `xccl`, or what else the trainer
@@ -145,6 +149,12 @@ class TrainEngineConfig(_SideConfig):
 
     weight_update_release_grad_buffers: bool = False
     """Free Megatron's gradient buffers for the transfer; they are restored whatever happens."""
+
+    weight_update_secret_source: str = Field(default="", pattern=SECRET_SOURCE)
+    """Where each rank finds the secret that all ranks of a pairing share: `file:PATH`, a file that only its
+    owner can read, or `env:NAME`, a variable of each rank's environment. Each rank proves to every other that
+    it holds the secret, and what they tell each other is sealed with it. Empty: whoever reaches the store can
+    take a seat. It counts with `enable_delta_weight_update` off, too. See docs/en/security.md."""
 
     weight_update_transport: Transport = "p2p"
     """How updates reach the engines. `p2p`: from rank to rank, all of them at once. `disk`: through a
@@ -209,7 +219,9 @@ def _explain(model: type[BaseModel], error: ValidationError) -> str:
         if item["type"] == "missing":
             lines.append(f"{field} is missing. Remedy: {remedy}")
         else:
-            lines.append(f"{field} = {_SHOWN.repr(item['input'])}: {item['msg']}. Remedy: {remedy}")
+            # Where a secret is asked for, or nearly, the value may be one.
+            shown = "(not shown)" if "secret" in field.lower() else _SHOWN.repr(item["input"])
+            lines.append(f"{field} = {shown}: {item['msg']}. Remedy: {remedy}")
     return f"{model.__name__} is refused\n" + "\n".join(lines)
 
 

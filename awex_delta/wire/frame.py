@@ -6,17 +6,19 @@
     guard                              in some frames: which changes its digest leaves out, see `wire.guard`
 
 Each frame covers a span of the pair's line, the next frame begins where it ends, and the last ends where the
-line does: so no frame can be repeated, left out or exchanged unseen. The checksum (xxh3, 64 bit) covers the
-header with the checksum field zeroed and everything after it. Damaged, foreign and misplaced frames are told
-apart: the checksum is verified first, identity second, the span third. Magic, protocol and checksum have lain
-where they lie since protocol 3, so that a frame of another release is told from a damaged one.
+line does: so no frame can be repeated, left out or exchanged unseen. The checksum has 64 bits and covers the
+header, with the checksum field zeroed, and everything after it. It is xxh3; among ranks that share a secret,
+HMAC-SHA256, cut off, under the key of their session. Damaged, foreign and misplaced frames are told apart:
+the checksum is verified first, identity second, the span third. Magic, protocol and checksum have lain where
+they lie since protocol 3, so that a frame of another release is told from a damaged one.
 """
 
 from __future__ import annotations
 
+import hmac
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import xxhash
@@ -55,6 +57,7 @@ class FrameIdentity:
     pair: digest of the pair's line, as both sides computed it at connect.
     sender, receiver: transfer ranks.
     dtype: wire dtype.
+    key: of the session, for the checksum; empty if its ranks share no secret.
     """
 
     run_id: str
@@ -64,6 +67,7 @@ class FrameIdentity:
     sender: int
     receiver: int
     dtype: torch.dtype
+    key: bytes = field(default=b"", repr=False)
 
     def fields(self) -> tuple[object, ...]:
         """The identity as the header stores it."""
@@ -167,7 +171,8 @@ def _headed(
     """The frame, with the header before all that follows it."""
     numbers = PROTOCOL_VERSION, codec_number, _DTYPES[identity.dtype]
     header = bytearray(_HEADER.pack(MAGIC, *numbers, *identity.fields(), *content.fields(), 0))
-    struct.pack_into("<Q", header, _CHECKSUM_OFFSET, _checksum(bytes(header), frame[HEADER_BYTES:]))
+    checksum = _checksum(identity.key, bytes(header), frame[HEADER_BYTES:])
+    struct.pack_into("<Q", header, _CHECKSUM_OFFSET, checksum)
     frame[:HEADER_BYTES] = torch.frombuffer(header, dtype=torch.uint8)
     return frame
 
@@ -240,8 +245,11 @@ def _checked(frame: torch.Tensor, identity: FrameIdentity, codecs: Sequence[Code
     if magic != MAGIC:
         raise CorruptFrameError(f"frame begins with {magic!r}, not {MAGIC!r}")
     struct.pack_into("<Q", header, _CHECKSUM_OFFSET, 0)
-    if _checksum(bytes(header), frame[HEADER_BYTES:]) != checksum:
-        raise CorruptFrameError("frame checksum differs: bytes were damaged on the way")
+    if _checksum(identity.key, bytes(header), frame[HEADER_BYTES:]) != checksum:
+        raise CorruptFrameError(
+            "frame checksum differs: bytes were damaged on the way"
+            + (", or are of somebody without the key of this session" if identity.key else "")
+        )
     if protocol != PROTOCOL_VERSION:
         raise StaleFrameError(
             f"frame of protocol {protocol}, and this side speaks {PROTOCOL_VERSION}: both sides need the "
@@ -276,7 +284,7 @@ def _check_span(span: Span, begin: int, numel: int) -> None:
         raise CorruptFrameError(f"a frame covers elements {span.begin} to {span.end} of {numel}")
 
 
-def _checksum(header: bytes, payload: torch.Tensor) -> int:
-    digest = xxhash.xxh3_64(header)
+def _checksum(key: bytes, header: bytes, payload: torch.Tensor) -> int:
+    digest = hmac.new(key, header, "sha256") if key else xxhash.xxh3_64(header)
     digest.update(payload.numpy().data)
-    return digest.intdigest()
+    return int.from_bytes(digest.digest()[:8], "big")

@@ -256,7 +256,7 @@ def run(settings: Settings) -> list[float]:
     tokenizer = HubTokenizer(path) if path else WordTokenizer(problems, settings.model.vocab_size)
     # The store outlives the engines, which the same rank ends.
     first = dist.get_rank() == 0
-    store = host_store(settings.run.host, settings.run.port) if first else None
+    store = host_store(settings.run.host, settings.run.port, settings=delta) if first else None
     rendezvous = meeting_point(settings, store.port if store else 0)
     rollouts = start_rollouts(settings, rendezvous, delta) if first else None
     try:

@@ -44,6 +44,7 @@ TRAIN_SETTINGS = {
     "weight_update_timeout_seconds": 300.0,
     "weight_update_connect_timeout_seconds": 300.0,
     "weight_update_release_grad_buffers": False,
+    "weight_update_secret_source": "",
     "weight_update_transport": "p2p",
     "weight_update_disk_url": "",
     "weight_update_disk_kind": "delta",

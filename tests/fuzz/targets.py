@@ -50,10 +50,10 @@ from awex_delta.plan.pairs import engine_line
 from awex_delta.plan.rank import plan_rank
 from awex_delta.plan.world import World, make_world
 from awex_delta.protocol.agreement import Proposal
-from awex_delta.protocol.comm import _parse_json
 from awex_delta.protocol.connecting import _compared, _raise_first, _Word, _words
 from awex_delta.protocol.rendezvous import Rendezvous
 from awex_delta.protocol.replicas import warn_of_drift
+from awex_delta.protocol.rows import _parse_json
 from awex_delta.protocol.session import Session
 from awex_delta.protocol.targets import Targets
 from awex_delta.protocol.verdict import Reason

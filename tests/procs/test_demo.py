@@ -21,7 +21,9 @@ from typer.testing import CliRunner
 
 import awex_delta
 from awex_delta.cli.main import app
+from awex_delta.gateway import read_token
 from awex_delta.testing.fleet import warm_up
+from tests.serving import LOOPBACK
 
 ROOT = Path(awex_delta.__file__).parents[1]
 # A shell that starts pytest in the background has its processes ignore SIGINT, and they would hand that on.
@@ -153,12 +155,16 @@ def test_eight_versions_across_anchors_in_every_layout(
 
 
 def test_a_killed_engine_rejoins_by_a_full_sync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Among ranks that share a secret, and over IPv6 if this machine has it."""
+    secret = read_token(tmp_path / "secret", create=True)
     report, output = run_demo_here(
         tmp_path,
         monkeypatch,
         *("--model", "qwen3-moe", "--train", "ep=2", "--infer", "tp=2,ep=2"),
         *("--steps", "4", "--fault", "drop-engine"),
+        *("--secret-file", str(tmp_path / "secret"), "--host", LOOPBACK),
     )
+    assert secret not in output + json.dumps(report)
     (run,) = report["runs"]
     check_promises(run)
     assert kinds(run) == [(1, "full"), (2, "delta"), (3, "aborted"), (3, "full"), (4, "delta")]

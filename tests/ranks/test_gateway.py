@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 
 import httpx
@@ -16,9 +17,11 @@ from awex_delta.protocol.rendezvous import Rendezvous
 from awex_delta.protocol.sender import Sender
 from awex_delta.settings.agreed import DeltaSettings
 from awex_delta.testing.dict_engine import DictEngine
+from awex_delta.testing.ranks import isolate_threads
 from awex_delta.trainers.torch_adamw import TorchAdamWTrainer
 from tests.pairing import differing
 from tests.ranks.gateway_world import (
+    HEADERS,
     PATIENCE,
     SHAPES,
     TOKEN,
@@ -29,6 +32,7 @@ from tests.ranks.gateway_world import (
     weights,
     world,
 )
+from tests.serving import needs_ipv6, served
 
 
 def test_connect_update_repeat_disconnect_and_connect_again() -> None:
@@ -364,3 +368,54 @@ def test_ready_senders_and_receivers_keep_their_own_meeting_point_and_state() ->
             assert differing(engine, weights(trainer)) == {}
 
     asyncio.run(scenario())
+
+
+@needs_ipv6
+@pytest.mark.parametrize("meeting_host", ["::1", "[::1]"])
+def test_a_pair_over_http_on_ipv6_alone(meeting_host: str) -> None:
+    """A gateway, a trainer and an engine that listen nowhere else, and ranks that meet there, too."""
+    isolate_threads()
+    trainer, engine = new_trainer(), DictEngine(SHAPES)
+    trainer.train_step()
+    with (
+        served(app_of(trainer_router(trainer, token=TOKEN)), "::1") as trainer_url,
+        served(app_of(engine_router(engine, token=TOKEN)), "::1") as engine_url,
+        served(create_app(token=TOKEN, meeting_host=meeting_host), "::1") as url,
+        httpx.Client(base_url=url, headers=HEADERS, trust_env=False, timeout=40) as client,
+    ):
+        body = {"pair": "a", "trainers": [trainer_url], "engines": [engine_url], "config": config()}
+        connected = client.post("/connect", json=body)
+        assert connected.status_code == 200, connected.text
+        assert client.post("/update_weights", json={"pair": "a", "version": 1}).status_code == 200
+        assert differing(engine, weights(trainer)) == {}
+        assert client.post("/disconnect", json={"pair": "a"}).status_code == 200
+
+
+SECRET_NAME = "AWEX_DELTA_TEST_SECRET"
+
+
+def test_pairs_share_the_secret_that_their_settings_name(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    secret = "-".join(["the", "secret", "of", "a", "pair"])
+    monkeypatch.setenv(SECRET_NAME, secret)
+    caplog.set_level(logging.DEBUG)
+
+    async def scenario() -> None:
+        async with world() as w:
+            trainer, engine = w.add_trainer("t"), w.add_engine("e")
+            source = {"weight_update_secret_source": f"env:{SECRET_NAME}"}
+            missing = await w.connect("a", ["t"], ["e"], weight_update_secret_source="env:ABSENT")
+            assert missing.status_code == 502
+            assert "this process has no variable ABSENT" in missing.json()["detail"]
+            told = await w.connect("a", ["t"], ["e"], weight_update_secret_source=secret)
+            assert (told.status_code, secret in told.text) == (422, False)
+            connected = await w.connect("a", ["t"], ["e"], **source)
+            assert connected.status_code == 200, connected.text
+            trainer.train_step()
+            assert (await w.update("a", 1)).status_code == 200
+            assert differing(engine, weights(trainer)) == {}
+            assert secret not in connected.text + (await w.client.get("/metrics")).text
+
+    asyncio.run(scenario())
+    assert secret not in caplog.text

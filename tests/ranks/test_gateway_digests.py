@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +11,6 @@ from typing import Any
 
 import httpx
 import pytest
-import uvicorn
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
@@ -23,6 +21,7 @@ from awex_delta.observe.compare.engine_digests import DigestedState
 from awex_delta.testing.dict_engine import DictEngine
 from awex_delta.wire.digest import digest
 from tests.ranks.gateway_world import HEADERS, SHAPES, TOKEN, app_of, new_trainer, weights, world
+from tests.serving import needs_ipv6, served
 
 
 def test_digests_are_of_the_live_weights_and_wait_for_no_update() -> None:
@@ -101,39 +100,27 @@ def test_who_has_no_weights_here_says_so() -> None:
     assert asyncio.run(ask(trainer_router(new_trainer(), token=TOKEN))).status_code == 404
 
 
-@pytest.fixture
-def served() -> Iterator[SimpleNamespace]:
+@pytest.fixture(params=["127.0.0.1", pytest.param("::1", marks=needs_ipv6)])
+def serving(request: pytest.FixtureRequest) -> Iterator[SimpleNamespace]:
     """An engine under uvicorn."""
     engine = DictEngine(SHAPES)
     for number, tensor in enumerate(engine.tensors_by_name.values(), 1):
         tensor.fill_(number)
-    config = uvicorn.Config(
-        app_of(engine_router(engine, token=TOKEN)), host="127.0.0.1", port=0, log_level="warning"
-    )
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    deadline = time.monotonic() + 30
-    while not server.started:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    port = server.servers[0].sockets[0].getsockname()[1]
-    yield SimpleNamespace(engine=engine, url=f"http://127.0.0.1:{port}/digests")
-    server.should_exit = True
-    thread.join(30)
+    with served(app_of(engine_router(engine, token=TOKEN)), request.param) as url:
+        yield SimpleNamespace(engine=engine, url=f"{url}/digests")
 
 
 def test_verify_compares_a_checkpoint_with_an_engine_that_serves(
-    served: SimpleNamespace, tmp_path: Path
+    serving: SimpleNamespace, tmp_path: Path
 ) -> None:
     token = tmp_path / "token"
     token.write_text(TOKEN)
     token.chmod(0o600)
-    save_file(served.engine.tensors_by_name, tmp_path / "model.safetensors")
-    arguments = ["verify", str(tmp_path), served.url]
+    save_file(serving.engine.tensors_by_name, tmp_path / "model.safetensors")
+    arguments = ["verify", str(tmp_path), serving.url]
     result = CliRunner().invoke(app, [*arguments, "--token-file", str(token)])
     assert (result.exit_code, result.output) == (0, "3 tensors: 3 same\n")
-    served.engine.tensors_by_name["model.norm.weight"][3] += 1
+    serving.engine.tensors_by_name["model.norm.weight"][3] += 1
     result = CliRunner().invoke(app, [*arguments, "--token-file", str(token)])
     assert (result.exit_code, "different: model.norm.weight" in result.output) == (1, True)
     result = CliRunner().invoke(app, arguments)

@@ -414,3 +414,16 @@ def test_a_target_that_was_refused_leaves_no_record_of_steps_behind() -> None:
     with pytest.raises(ConfigError):
         targets.add("nobody", engineless)
     assert (len(forks), len(hooks), list(targets)) == (1, before, [])
+
+
+def test_trainers_and_targets_share_the_secret(
+    make: Callable[..., World], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWEX_DELTA_TEST_SECRET", "-".join(["the", "secret", "of", "targets"]))
+    world = make(secret_source="env:AWEX_DELTA_TEST_SECRET")
+    for step in range(2):
+        world.train()
+        assert set(world.update({A: step, B: step}).committed) == {A, B}
+        world.check()
+    comms = [world.targets[0]._meeting, *(world.targets[0][name].comm for name in (A, B))]
+    assert len({comm.seal.frame_key for comm in comms} - {b""}) == 3

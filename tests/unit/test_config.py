@@ -88,6 +88,7 @@ WRITTEN = [
     ("weight_update_disk_url", "file://a", "disk_url", "file://a", "DTE_DISK_URL", "file://a", True),
     ("weight_update_disk_kind", "full", "disk_kind", "full", "DTE_DISK_KIND", "full", True),
     ("weight_update_transport", "disk", "transport", "disk", "DTE_TRANSPORT", "disk", True),
+    ("weight_update_secret_source", "env:S", "secret_source", "env:S", "DTE_SECRET_SOURCE", "env:S", False),
 ]
 
 
@@ -442,25 +443,78 @@ def test_worker_environment_by_default() -> None:
     before = dict(os.environ)
     assert worker_environment(resolve(train_config(), rollout_config())) == {
         "DTE_SEPARATION_WEIGHT_UPDATE": "1",
+        "DTE_STREAMING_RECONSTRUCT": "1",
         "DTE_DELTA_TRANSFER": "1",
         "DTE_DELTA_ANCHOR_INTERVAL": "20",
-        "DTE_STREAMING_RECONSTRUCT": "1",
+        "DTE_DELTA_ENCODING": "indices",
+        "DTE_VERIFY": "touched",
+        "DTE_VERIFY_INTERVAL": "0",
+        "DTE_BUCKET_BYTES": "67108864",
+        "DTE_ALLOW_ANY_WORLD_SIZE": "False",
+        "DTE_DELTA_METHOD": "adamw",
+        "DTE_DELTA_ACCUMULATE": "False",
+        "DTE_RELEASE_GRAD_BUFFERS": "False",
+        "DTE_TIMEOUT_SECONDS": "300.0",
+        "DTE_CONNECT_TIMEOUT_SECONDS": "300.0",
+        "DTE_SECRET_SOURCE": "",
+        "DTE_TRANSPORT": "p2p",
+        "DTE_DISK_URL": "",
+        "DTE_DISK_KIND": "delta",
+        "DTE_KEEP_ANCHORS": "2",
+        "DTE_READ_WORKERS": "4",
     }
     assert dict(os.environ) == before
 
 
-def test_inherited_variables_mean_nothing_with_the_flag_off(clean_env: pytest.MonkeyPatch) -> None:
-    on = worker_environment(resolve(train_config(), rollout_config()))
-    for name, value in on.items():
+LEFTOVERS = {variable: text for *_, variable, text, _ in WRITTEN} | dict.fromkeys(
+    ("DTE_SEPARATION_WEIGHT_UPDATE", "DTE_STREAMING_RECONSTRUCT", "DTE_DELTA_TRANSFER"), "1"
+)
+"""Every variable, from a run whose settings were all others than the defaults."""
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("leftover", [*LEFTOVERS, "all"])
+def test_what_a_worker_inherits_changes_nothing(leftover: str, *, enabled: bool) -> None:
+    inherited = LEFTOVERS if leftover == "all" else {leftover: LEFTOVERS[leftover]}
+    resolved = resolve(train_config(enable_delta_weight_update=enabled), rollout_config())
+    started_with = {"HOME": "/", **inherited} | worker_environment(resolved)
+    assert settings_from_environment(started_with) == resolved.settings == DeltaSettings(enabled=enabled)
+    assert started_with["HOME"] == "/"
+    assert {name for name in LEFTOVERS if name in worker_environment(resolved)} == set(LEFTOVERS)
+
+
+def test_an_environment_can_be_freed_of_all_variables(clean_env: pytest.MonkeyPatch) -> None:
+    for name, value in LEFTOVERS.items():
         clean_env.setenv(name, value)
     clean_env.setenv("DTE_SOMETHING_ELSE", "kept")
-    assert settings_from_environment().enabled
-    off = resolve(train_config(enable_delta_weight_update=False), rollout_config())
-    started_with = scrub_worker_environment() | worker_environment(off)
-    assert not on.keys() & started_with.keys()
-    assert started_with["DTE_SOMETHING_ELSE"] == "kept"
-    assert settings_from_environment(started_with) == off.settings
+    scrubbed = scrub_worker_environment()
+    assert not scrubbed.keys() & LEFTOVERS.keys()
+    assert scrubbed["DTE_SOMETHING_ELSE"] == "kept"
     assert os.environ["DTE_DELTA_TRANSFER"] == "1"
+
+
+def test_the_place_of_the_secret_counts_with_the_flag_off() -> None:
+    source = "file:/run/secret"
+    train = train_config(enable_delta_weight_update=False, weight_update_secret_source=source)
+    resolved = resolve(train, rollout_config())
+    assert resolved.settings == DeltaSettings(enabled=False, secret_source=source)
+    assert settings_from_environment(worker_environment(resolved)) == resolved.settings
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("weight_update_secret_source", "correct-horse-battery"),
+        ("weight_update_secret_source", "correct-horse: battery"),
+        ("weight_update_secret_source", ["correct-horse-battery"]),
+        ("weight_update_secret", "correct-horse-battery"),
+        ("weight_update_secret_sauce", {"env": "correct-horse-battery"}),
+    ],
+)
+def test_what_may_be_a_secret_is_not_shown_where_it_is_refused(setting: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=rf"{setting} = \(not shown\): .*Remedy: ") as caught:
+        train_config(**{setting: value})
+    assert "horse" not in str(caught.value)
 
 
 @given(

@@ -71,6 +71,8 @@ def plan_of(model: ModelName = "qwen3", train: Layout | None = None, infer: Layo
         (["--timeout", "0.5"], "--timeout 0.5: give at least 1 second"),
         (["--fault", "fire"], "--fault fire: give one of none, drop-engine, fail-apply, stale-engine"),
         (["--fault", "fail-apply", "--steps", "3"], "--steps 3 with --fault fail-apply"),
+        (["--host", "203.0.113.7"], "host='203.0.113.7', port=0: cannot listen there"),
+        (["--secret-file", "absent"], "absent cannot be read: FileNotFoundError"),
     ],
 )
 def test_bad_options_are_refused_before_any_process_starts(arguments: list[str], message: str) -> None:

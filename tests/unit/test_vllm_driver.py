@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import threading
 from collections.abc import Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -16,7 +17,9 @@ from awex_delta.engines.vllm.async_control import AsyncControl
 from awex_delta.engines.vllm.driver import HttpControl, OfflineControl, Running, VllmDriver, init_info
 from awex_delta.errors import ConfigError, UpdateError
 from awex_delta.protocol.rendezvous import Joining, Rendezvous
+from awex_delta.settings.address import host_and_port
 from awex_delta.settings.agreed import DeltaSettings
+from tests.serving import needs_ipv6
 
 
 class FakeControl:
@@ -317,7 +320,7 @@ def test_an_async_llm_is_driven_from_another_thread_while_its_loop_runs() -> Non
 class Server:
     """Answers every POST with `answers` by route, and notes what was asked."""
 
-    def __init__(self) -> None:
+    def __init__(self, host: str = "127.0.0.1") -> None:
         self.asked: list[tuple[str, str | None, Any]] = []
         self.answers: dict[str, tuple[int, Any]] = {
             "reset_prefix_cache": (200, {"success": True}),
@@ -343,15 +346,18 @@ class Server:
             def log_message(self, *_: object) -> None:
                 pass
 
-        self.http = HTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.http.server_port}"
+        class Http(HTTPServer):
+            address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+
+        self.http = Http((host, 0), Handler)
+        self.url = f"http://{host_and_port(host, self.http.server_port)}"
         self.thread = threading.Thread(target=self.http.serve_forever)
         self.thread.start()
 
 
-@pytest.fixture
-def server() -> Iterator[Server]:
-    one = Server()
+@pytest.fixture(params=["127.0.0.1", pytest.param("::1", marks=needs_ipv6)])
+def server(request: pytest.FixtureRequest) -> Iterator[Server]:
+    one = Server(request.param)
     yield one
     one.http.shutdown()
     one.thread.join()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import random
 import struct
 from dataclasses import replace
@@ -62,6 +63,43 @@ def sealed(frame: torch.Tensor) -> torch.Tensor:
         np.frombuffer(struct.pack("<Q", checksum), np.uint8).copy()
     )
     return frame
+
+
+KEYED = replace(IDENTITY, key=b"k" * 32)
+
+
+def test_with_a_key_the_checksum_is_an_hmac_of_the_frame() -> None:
+    frame = pack_frame(KEYED, CODEC, EXAMPLE.bucket, EXAMPLE.changes)
+    blank = frame.clone()
+    blank[HEADER_BYTES - 8 : HEADER_BYTES] = 0
+    mac = hmac.digest(KEYED.key, blank.numpy().tobytes(), "sha256")
+    found = struct.unpack_from("<Q", frame.numpy().tobytes(), HEADER_BYTES - 8)[0]
+    assert found == int.from_bytes(mac[:8], "big")
+    taken = unpack_frame(frame, KEYED, [CODEC], begin=0, numel=4000)
+    assert taken.changes is not None
+    assert torch.equal(taken.changes.pos, EXAMPLE.changes.pos)
+    assert frame.numel() == frame_of().numel()
+    assert KEYED.key.decode() not in repr(KEYED)
+
+
+@pytest.mark.parametrize("key", [b"", b"k" * 31 + b"l", b"k" * 31])
+def test_a_frame_under_another_key_or_none_is_refused(key: bytes) -> None:
+    """Whole, of the right run, version and pair: somebody else has made it."""
+    frame = pack_frame(replace(KEYED, key=key), CODEC, EXAMPLE.bucket, EXAMPLE.changes)
+    with pytest.raises(CorruptFrameError, match=r"checksum differs.* without the key of this session"):
+        unpack_frame(frame, KEYED, [CODEC], begin=0, numel=4000)
+    ours = pack_frame(KEYED, CODEC, EXAMPLE.bucket, EXAMPLE.changes)
+    with pytest.raises(CorruptFrameError, match="checksum differs"):
+        unpack_frame(ours, replace(KEYED, key=key), [CODEC], begin=0, numel=4000)
+
+
+def test_every_byte_counts_under_a_key() -> None:
+    frame = pack_frame(KEYED, CODEC, EXAMPLE.bucket, EXAMPLE.changes)
+    for place in range(frame.numel()):
+        bad = frame.clone()
+        bad[place] ^= 0x10
+        with pytest.raises(CorruptFrameError):
+            unpack_frame(bad, KEYED, [CODEC], begin=0, numel=4000)
 
 
 @settings(max_examples=40)
