@@ -72,7 +72,7 @@ def live_slice(
         in_weight, in_state: where the range is in `weight`, and in the others; see `part_of`.
 
     Raises:
-        UnsupportedError: names a tensor that is not contiguous, or whose storage was freed.
+        UnsupportedError: names a tensor that is not contiguous, or whose storage ends before the range.
     """
     exp_avg, exp_avg_sq = moments
     try:
