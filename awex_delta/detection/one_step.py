@@ -42,7 +42,7 @@ class OneStepBaseline:
         try:
             self._doubt = None if checked else self._base_doubt()
             self._journal.commit()
-        except Exception as error:  # noqa: BLE001 - the engines have committed, whatever it was
+        except Exception as error:  # noqa: BLE001 - the next update is full, whatever it was
             self._doubt = failed(error)
 
     def _base_doubt(self) -> Detection | None:

@@ -120,8 +120,8 @@ class TrainerEnd:
 
     def _gather(self, outgoing: Outgoing) -> str:
         """Make all local weights current. Returns why that failed. Collective among the trainers."""
+        outgoing.release()  # before others are made: an average holds a copy of all weights
         _, failure = self._session.attempt(None, self._view.gather_params)
-        outgoing.release()
         return failure
 
     def _detect(self, version: int) -> Detection:
