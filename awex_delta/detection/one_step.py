@@ -27,6 +27,7 @@ class OneStepBaseline:
 
     def detect(self) -> Detection:
         """Invert the one step."""
+        self._checked = False  # what was found for an update that failed counts no more
         if self._doubt is not None:
             return self._doubt
         slices = tuple(self._owned_slices())

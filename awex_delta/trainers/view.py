@@ -128,7 +128,10 @@ class TrainerView(Protocol):
         """
 
     def detect(self) -> Detection:
-        """Find what changed since the last `committed()`, in the line of `trainer_line`. No collective."""
+        """Find what changed since the last `committed()`, in the line of `trainer_line`. No collective.
+
+        Called in each update but an anchor, even if that is going to be full.
+        """
 
     def gather_params(self) -> None:
         """Make every local weight current (finish or force the parameter all-gather).
