@@ -105,8 +105,8 @@ class VerificationError(UpdateAborted):
 class WeightsAwayError(UpdateAborted):
     """Live weights of a rank were freed, moved or replaced. Nothing was read, sent or written.
 
-    Ledgers stand as they did, so that the next update, with the weights back, is a delta if it would have
-    been one.
+    With the weights of a trainer rank back, the next update is a delta if it would have been one. An engine
+    rank whose own weights are away is not ready until a full sync; the other ledgers stand as they did.
     """
 
 

@@ -187,7 +187,7 @@ class AccumulatedBaseline:
         self._doubt = unsure  # stays if anything below fails
         try:
             slices = self._follower.look(without=self)
-        except Exception as error:  # noqa: BLE001 - the engines have committed, whatever it was
+        except Exception as error:  # noqa: BLE001 - the next update is full, whatever it was
             self._distrust(failed(error))
             return
         self._owned = Runs.of((owned.begin, owned.stop - owned.start) for owned in slices)

@@ -23,9 +23,11 @@ import torch
 
 from awex_delta.detection.accumulate import AccumulatedBaseline, Follower
 from awex_delta.detection.invert import failed
+from awex_delta.detection.journal import is_capturing
 from awex_delta.detection.optimizers import SteppedParams
 from awex_delta.detection.pieces import Piece, Runs, Scratch, in_order, nonzero, pieces
 from awex_delta.detection.slices import Detection, OwnedSlice, OwnedSlices, bf16_slices
+from awex_delta.errors import UnsupportedError
 from awex_delta.lines.bits import step_code
 from awex_delta.lines.changes import Changes
 from awex_delta.protocol.verdict import Reason
@@ -50,10 +52,8 @@ class _Seal:
     @classmethod
     def of(cls, cut: Sequence[Piece], sums: Sequence[torch.Tensor]) -> _Seal:
         ranges = [(tuple(owned.key for owned in piece.slices), piece.first, piece.last) for piece in cut]
-        return cls(
-            ranges=ranges,
-            sums=torch.stack(list(sums)) if sums else torch.zeros(0, dtype=torch.int64, device="cpu"),
-        )
+        none = torch.zeros(0, dtype=torch.int64, device="cpu")
+        return cls(ranges=ranges, sums=torch.stack(list(sums)) if sums else none)
 
     def broken_by(self, now: _Seal) -> str:
         """Where the weights are something else; empty if nowhere. Waits for the device."""
@@ -109,6 +109,8 @@ class StepCapture(Follower):
 
     def _guarded(self, hook: Callable[..., None], optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Run a hook if a baseline follows; what it raises makes the next update full."""
+        if is_capturing():
+            return  # what a replay of the graph writes goes unseen by hooks, and breaks the seal
         if not any(baseline.follows for baseline in self._baselines):
             self._seals.pop(optimizer, None)
             return
@@ -130,10 +132,7 @@ class StepCapture(Follower):
         sums, moves, parts = list[torch.Tensor](), list[torch.Tensor](), list[tuple[Piece, Changes]]()
         for piece in cut:
             if _is_apart(piece.slices[0], params):
-                old, new = (
-                    self._weights(piece),
-                    self._words.of(self._scratch.tensor(piece, "main"), "rounded"),
-                )
+                old, new = self._weights(piece), self._words.of(self._masters(piece), "rounded")
             else:
                 old, new = next(held), self._weights(piece)
             sums.append(self._words.sum(old))
@@ -145,6 +144,12 @@ class StepCapture(Follower):
         self._seals[optimizer] = replace(now, sums=now.sums + torch.stack(moves)) if moves else now
         unseen = expected.broken_by(now)
         self._tell(_doubt(unseen) if unseen else Detection(changes=in_order(parts)))
+
+    def _masters(self, piece: Piece) -> torch.Tensor:
+        away = next((why for owned in piece.slices if (why := owned.unreadable("main"))), "")
+        if away:  # a step leaves alone what had no gradient, wherever that is
+            raise UnsupportedError(away)
+        return self._scratch.tensor(piece, "main")
 
     def _weights(self, piece: Piece) -> torch.Tensor:
         return self._words.of(self._scratch.tensor(piece, "weight"), "weight")

@@ -27,6 +27,7 @@ class OneStepBaseline:
 
     def detect(self) -> Detection:
         """Invert the one step."""
+        self._checked = False  # what was found for an update that failed counts no more
         if self._doubt is not None:
             return self._doubt
         slices = tuple(self._owned_slices())
@@ -42,7 +43,7 @@ class OneStepBaseline:
         try:
             self._doubt = None if checked else self._base_doubt()
             self._journal.commit()
-        except Exception as error:  # noqa: BLE001 - the engines have committed, whatever it was
+        except Exception as error:  # noqa: BLE001 - the next update is full, whatever it was
             self._doubt = failed(error)
 
     def _base_doubt(self) -> Detection | None:

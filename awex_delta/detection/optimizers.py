@@ -231,7 +231,8 @@ class SteppedParams:
 def flat(tensor: torch.Tensor, part: slice | None = None) -> torch.Tensor:
     """The elements of a contiguous tensor, or a part of them, live, flat and without gradients.
 
-    Raises RuntimeError if the tensor is not contiguous, or its storage was freed; see `slices.unusable`.
+    Raises RuntimeError if the tensor is not contiguous, or the part lies beyond a storage that was freed; see
+    `slices.unusable`. A whole tensor is not looked at: ask `OwnedSlice.unreadable` before it is read.
     It is called for every tensor in every update, so it spends no operation on a tensor that is flat already.
     """
     if tensor.requires_grad:

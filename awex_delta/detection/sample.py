@@ -16,6 +16,7 @@ import torch
 from awex_delta.detection import adamw
 from awex_delta.detection.adamw import AdamWStep
 from awex_delta.detection.optimizers import SteppedParams, flat, moments
+from awex_delta.lines.storages import unreadable
 from awex_delta.protocol.verdict import Reason
 
 # At most so many masters of an optimizer, and so many elements of each: other ones after each commit.
@@ -109,6 +110,4 @@ def _recorded(step: AdamWStep | None) -> str:
 
 
 def _is_readable(param: torch.Tensor) -> bool:
-    end = (param.storage_offset() + param.numel()) * param.element_size()
-    present = param.is_contiguous() and param.untyped_storage().nbytes() >= end
-    return present and param.dtype is torch.float32
+    return not unreadable(param) and param.is_contiguous() and param.dtype is torch.float32

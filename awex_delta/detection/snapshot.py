@@ -27,7 +27,8 @@ _PIECE = 1 << 21
 class SnapshotBaseline:
     """Covers anything that happened to the weights since its commit.
 
-    The copy is made at a commit and stays as it is after an abort, so it is always what the engines hold.
+    The copy is made as an update is about to commit. If that one is given up after all, the next is full, and
+    makes another copy.
     """
 
     def __init__(self, owned_slices: OwnedSlices) -> None:
@@ -69,7 +70,7 @@ class SnapshotBaseline:
         try:
             self._failure = None
             self._copy()
-        except Exception as error:  # noqa: BLE001 - the engines have committed, whatever it was
+        except Exception as error:  # noqa: BLE001 - the next update is full, whatever it was
             self._held, self._failure = None, failed(error)
 
     def _copy(self) -> None:

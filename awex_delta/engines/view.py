@@ -11,10 +11,10 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from awex_delta.errors import LayoutError
 from awex_delta.garbage import uncollected
+from awex_delta.lines.storages import unreadable
 
 _MAX_NAMED = 8  # tensors that a message names
 _Places = list[tuple[Any, ...]]  # of each tensor its name, where it lies, and how it looks
-_BITS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,15 +93,13 @@ def part(
         raise LayoutError(f"{name} is a {type(view).__name__}, which has no memory of its own to write to.")
     shape = tuple(view.shape if global_shape is None else global_shape)
     offset = (0,) * len(shape) if global_offset is None else tuple(global_offset)
-    if view.dtype not in _BITS:
+    if view.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise LayoutError(
             f"{name} is served as {view.dtype}; only bfloat16, float16 and float32 weights can be updated "
             "in place. Serve an unquantized model."
         )
-    if view.device.type == "meta":
-        raise LayoutError(
-            f"{name} is on the meta device and has no storage. Load the engine's weights first."
-        )
+    if why := unreadable(view):
+        raise LayoutError(f"{name} has no memory: {why}. Load the engine's weights first.")
     if any(size > 1 and stride == 0 for size, stride in zip(view.shape, view.stride(), strict=True)):
         raise LayoutError(f"{name} is an expanded tensor: several of its elements share one memory cell.")
     inside = len(shape) == len(offset) == view.dim() and all(
@@ -110,17 +108,9 @@ def part(
     )
     if not inside:
         raise LayoutError(f"{name}: a part of shape {tuple(view.shape)} at {offset} does not fit in {shape}.")
-    if view.numel() and _end(view) * view.element_size() > view.untyped_storage().nbytes():
-        raise LayoutError(f"{name} has no memory: its storage was released. Load the engine's weights first.")
     return EngineTensor(
         name=name, view=_plain(view), global_shape=shape, global_offset=offset, tied_to=tied_to
     )
-
-
-def _end(view: torch.Tensor) -> int:
-    """One beyond the last element of a tensor in its storage."""
-    last = sum((size - 1) * stride for size, stride in zip(view.shape, view.stride(), strict=True))
-    return int(view.storage_offset()) + last + 1
 
 
 def _plain(view: torch.Tensor) -> torch.Tensor:

@@ -44,11 +44,7 @@ _PART_SUMS: TypeAdapter[list[PartSum]] = TypeAdapter(list[PartSum])
 
 
 class Sums:
-    """Digests of HF tensors, of elements at positions of the folder's line.
-
-    Attributes:
-        touched: by number of the tensor, whether an element of it was added.
-    """
+    """Digests of HF tensors, of elements at positions of the folder's line."""
 
     def __init__(self, space: HfSpace) -> None:
         """Begin with no element."""

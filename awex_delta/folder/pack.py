@@ -36,7 +36,6 @@ class Line:
     dtype, numel: of the line.
     boxes: its table, see `pack_boxes`.
     bodies: uint8 each on the CPU, with what they are made of and how.
-    num_sent: elements in the bodies.
     """
 
     dtype: torch.dtype

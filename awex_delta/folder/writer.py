@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -31,7 +31,6 @@ from awex_delta.folder.pack import (
 )
 from awex_delta.folder.publish import Job, Publisher, Ranks
 from awex_delta.lines.boxes import BoxMap
-from awex_delta.lines.ends import LineEnd
 from awex_delta.plan.pairs import Pair
 from awex_delta.plan.rank import Plan
 from awex_delta.plan.world import World
@@ -49,7 +48,7 @@ from awex_delta.settings.agreed import DeltaSettings
 from awex_delta.trainers.view import TrainerView
 from awex_delta.wire.choice import cheapest
 from awex_delta.wire.digest import digests as digests_of
-from awex_delta.wire.pieces import blocks
+from awex_delta.wire.pieces import elements
 from awex_delta.wire.registry import codecs_for
 from awex_delta.wire.spans import Span
 
@@ -166,12 +165,12 @@ class DiskWriter(TrainerEnd):
             with in_step(self._session.comm):
                 outgoing = self._join(f"version {version}")
                 watch.lap("connect")
-                detection, decision = self._propose(version, outgoing, watch)
-                failure, self._unreported = self._unreported, ""
-                self._session.agree("the version before", failure)
-                self._session.agree("claim the folder", self._claim_folder())
-                watch.lap("propose")
                 try:
+                    detection, decision = self._propose(version, outgoing, watch)
+                    failure, self._unreported = self._unreported, ""
+                    self._session.agree("the version before", failure)
+                    self._session.agree("claim the folder", self._claim_folder())
+                    watch.lap("propose")
                     stats, job = self._pack(decision, detection, outgoing, watch)
                 finally:
                     outgoing.release()
@@ -306,7 +305,7 @@ class DiskWriter(TrainerEnd):
         for key, changes in outgoing.changes(detection.changes).items():
             pair, end = outgoing.pairs[key], outgoing.ends[key]
             if scope is Scope.FULL:
-                sums.add(self._table(pair).map, _all_of(end, pair))
+                sums.add(self._table(pair).map, elements(end.read, Span(0, pair.numel)))
             if not changes.num_changed and not pair.whole:
                 continue
             line = pack_line(
@@ -338,9 +337,3 @@ class DiskWriter(TrainerEnd):
 
     def _file_name(self, stem: str) -> str:
         return file_name(stem, self._rank, self._comm.rendezvous.num_trainer_ranks)
-
-
-def _all_of(end: LineEnd, pair: Pair) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """All elements of a line, in its order."""
-    for start, values in blocks(end.read, Span(0, pair.numel)):
-        yield torch.arange(start, start + values.numel(), device="cpu"), values

@@ -78,7 +78,7 @@ class Outgoing:
         self._live, self._device = live, device
 
     def release(self) -> None:
-        """Let go of the weights, at the end of an update or once they were gathered: look at them anew."""
+        """Let go of the weights, at the end of an update or before they are gathered: look at them anew."""
         self._live, self._storages = {}, None
         self.conversion.release()
 

@@ -34,7 +34,7 @@ from awex_delta.wire.choice import MIN_SAMPLE_BYTES, cheapest
 from awex_delta.wire.digest import pays_to_compile
 from awex_delta.wire.frame import pack_frame
 from awex_delta.wire.guard import num_unstated
-from awex_delta.wire.pieces import blocks
+from awex_delta.wire.pieces import elements
 
 logger = logging.getLogger(__name__)
 
@@ -116,8 +116,8 @@ class Sender(TrainerEnd):
         Raises:
             ConfigError: `version` is not an int of at least 0.
             ConnectError: ranks are missing, or do not fit.
-            WeightsAwayError: live weights of a trainer rank were freed, moved or replaced; nothing was
-                begun. Bring them back and call again.
+            WeightsAwayError: live weights of a rank of either side were freed, moved or replaced; nothing
+                was begun. Bring them back and call again.
             UpdateError: the update did not commit anywhere that this rank knows of; the next one is
                 full. Call again with any version.
 
@@ -304,8 +304,7 @@ def _sent(
     """The elements that the frames of one line carry."""
     for bucket in buckets:
         if bucket.whole:
-            for start, values in blocks(end.read, bucket.span):
-                yield torch.arange(start, start + values.numel(), device="cpu"), values
+            yield from elements(end.read, bucket.span)
         elif changes.value is not None:
             here = slice(bucket.first, bucket.last)
             yield changes.pos[here], changes.value[here]

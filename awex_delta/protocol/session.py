@@ -171,9 +171,8 @@ class Session:
         If a rank has to describe itself anew, all meet anew: `met` is another object afterwards.
 
         Raises:
-            WeightsAwayError: names the ranks whose weights are not there, and what they say of them.
+            WeightsAwayError: names the ranks that cannot take part, and why.
             LockstepError: see `decide`.
-            UpdateAborted: names the ranks that cannot take part, and why.
             ConnectError: as one describes itself now, the two sides do not fit together. Nothing moved.
             PeerError: a rank did not answer.
 
@@ -191,9 +190,9 @@ class Session:
     def attempt(self, phase: str | None, work: Callable[[], Value]) -> tuple[Value | None, str]:
         """Run rank-local work of a phase, and turn a failure into a text for the next agreement.
 
-        If `phase` is None, `on_phase` is not called. That is for `work` with a collective of the training
-        framework, which no rank may miss because its `on_phase` raised. An update that failed already (a
-        peer is gone, and the epoch was left) is not local: its error passes through.
+        If `phase` is None, `on_phase` is not called: `work` is a part of another phase, or has a collective
+        of the training framework, which no rank may miss because its `on_phase` raised. An update that failed
+        already (a peer is gone, and the epoch was left) is not local: its error passes through.
         """
         try:
             if phase is not None:
@@ -222,7 +221,6 @@ class Session:
             places = [(seat, row.phase, row.version) for seat, row in enumerate(rows)]
             raise LockstepError(f"ranks are in different phases (seat, phase, version): {places}")
         self._raise_failed(phase, [row.failure for row in rows], failure)
-        self._causes.clear()  # an error keeps the memory of what raised it
         return [row.facts for row in rows]
 
     def exchange_counts(self, dtype: torch.dtype, counts: Mapping[int, int]) -> list[list[int]]:
@@ -322,9 +320,11 @@ class Session:
     ) -> None:
         """Raise `kind` on every rank, if a phase failed on any: by seat, why. mine: of this rank."""
         place = self.comm.rendezvous.place
+        cause = self._causes.get(mine)
+        self._causes.clear()  # an error keeps the memory of what raised it
         if failed := [f"{place(seat)}: {text}" for seat, text in enumerate(failures) if text]:
             text = f"version {self._version} was given up in phase {phase!r}: {'; '.join(failed)}"
-            raise kind(text) from self._causes.get(mine)
+            raise kind(text) from cause
 
     def _rows(self, rows: TypeAdapter[Value], mine: Value, phase: str) -> list[Value]:
         """Give this rank's row to all and get theirs. Raises LockstepError for a row of another kind."""

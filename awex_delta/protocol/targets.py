@@ -26,7 +26,7 @@ class TargetsUpdate:
     """How the targets of one call ended. The names are the same on every trainer rank.
 
     committed: by target, what this rank did; all trainer ranks committed.
-    failed: by target, why not, as each rank says. Its next update is a full sync.
+    failed: by target, why not, as each rank says. Its next update is a full sync, unless weights were away.
     """
 
     committed: Mapping[str, UpdateStats]

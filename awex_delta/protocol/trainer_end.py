@@ -120,8 +120,8 @@ class TrainerEnd:
 
     def _gather(self, outgoing: Outgoing) -> str:
         """Make all local weights current. Returns why that failed. Collective among the trainers."""
+        outgoing.release()  # before others are made: an average holds a copy of all weights
         _, failure = self._session.attempt(None, self._view.gather_params)
-        outgoing.release()
         return failure
 
     def _detect(self, version: int) -> Detection:
@@ -129,9 +129,13 @@ class TrainerEnd:
         if not self._settings.enabled:
             return Detection(reason=Reason.DELTA_DISABLED)
         doubt = self._ledger.doubt(version, self._settings.anchor_interval)
+        if doubt is Reason.ANCHOR_DUE:
+            return Detection(reason=doubt)
+        # Asked even if the answer cannot be used: a baseline may still know what it found for an update that
+        # failed, and would take it for what is true of the weights that are sent now.
+        detection, failure = self._session.attempt("detect", self._view.detect)
         if doubt is not Reason.NONE:
             return Detection(reason=doubt)
-        detection, failure = self._session.attempt("detect", self._view.detect)
         return detection or Detection(reason=Reason.DETECTION_FAILED, detail=failure)
 
     def _proposal(self, version: int, detection: Detection, failure: str) -> Proposal:

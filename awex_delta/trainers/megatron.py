@@ -68,11 +68,7 @@ class MegatronTrainer:
         self._owned = tuple(self._find_owned())
         self._watched = self._stepped_by_optimizer()
         self._check_conversion()
-        self._baselines = Baselines(
-            self.owned_slices,
-            self._watched,
-            settings,
-        )
+        self._baselines = Baselines(self.owned_slices, self._watched, settings)
         self._baseline = self._baselines.add()
 
     @classmethod

@@ -85,11 +85,7 @@ class TorchAdamWTrainer:
         )
         self._infos = tuple(self._info(name, tensor) for name, tensor in weights.items())
         self._owned = tuple(self._find_owned())
-        self._baselines = Baselines(
-            self.owned_slices,
-            [self._sparse()] if settings.enabled else (),
-            settings,
-        )
+        self._baselines = Baselines(self.owned_slices, [self._sparse()] if settings.enabled else (), settings)
         self._baseline = self._baselines.add()
 
     @classmethod

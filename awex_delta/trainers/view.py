@@ -72,7 +72,7 @@ def live_slice(
         in_weight, in_state: where the range is in `weight`, and in the others; see `part_of`.
 
     Raises:
-        UnsupportedError: names a tensor that is not contiguous, or whose storage was freed.
+        UnsupportedError: names a tensor that is not contiguous, or whose storage ends before the range.
     """
     exp_avg, exp_avg_sq = moments
     try:
@@ -128,7 +128,10 @@ class TrainerView(Protocol):
         """
 
     def detect(self) -> Detection:
-        """Find what changed since the last `committed()`, in the line of `trainer_line`. No collective."""
+        """Find what changed since the last `committed()`, in the line of `trainer_line`. No collective.
+
+        Called in each update but an anchor, even if that is going to be full.
+        """
 
     def gather_params(self) -> None:
         """Make every local weight current (finish or force the parameter all-gather).

@@ -59,6 +59,12 @@ def blocks(read: Read, span: Span) -> Iterator[tuple[int, torch.Tensor]]:
         yield start, read(start, min(start + BLOCK, span.end))
 
 
+def elements(read: Read, span: Span) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """As `blocks`, with the position of each value: int64 [k] and values [k], on the CPU."""
+    for start, values in blocks(read, span):
+        yield torch.arange(start, start + values.numel(), device="cpu"), values
+
+
 def bits_of(weights: torch.Tensor) -> NDArray[np.uint16]:
     """The bit patterns of bf16 [n], on the CPU."""
     patterns: NDArray[np.int16] = weights.detach().cpu().contiguous().view(torch.int16).numpy()

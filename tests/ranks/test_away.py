@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from pathlib import Path
 
 import pytest
 import torch
 from torch.utils import swap_tensors
 
 from awex_delta.errors import UnsupportedError, WeightsAwayError
+from awex_delta.folder.writer import DiskWriter
+from awex_delta.protocol.rendezvous import Rendezvous
 from awex_delta.protocol.verdict import Kind, Reason
+from awex_delta.settings.agreed import DeltaSettings
 from awex_delta.trainers.ema import EmaShadow
 from awex_delta.trainers.torch_adamw import TorchAdamWTrainer
 from tests.pairing import Outcome, Pairing
@@ -97,6 +101,21 @@ def test_state_of_one_rank(make: Make, name: str, accumulate: bool) -> None:
         kinds.append(pairing.commit(version)[0].verdict.kind)
         assert wrong(pairing) == [{}, {}, {}]
     assert kinds[1:] == [Kind.DELTA] * 2
+
+
+def test_weights_that_are_away_are_not_held_by_whoever_looked_at_them(make: Make, tmp_path: Path) -> None:
+    view = TorchAdamWTrainer.create(SHAPES, lr=1e-5)
+    settings = DeltaSettings(transport="disk", disk_url=str(tmp_path))
+    pairing = make()
+    with closing(DiskWriter(view, Rendezvous.alone(), 0, settings)) as writer:
+        with freed(view._weights[f"0/{EMBED}"]), pytest.raises(WeightsAwayError):
+            writer.update_weights(0)
+        with freed(trainer(pairing, 1)._weights[f"0/{EMBED}"]):
+            assert_all_away(pairing.update(0))
+        for one in (writer, *pairing.senders):
+            assert one._outgoing is not None
+            assert not one._outgoing._live  # not of the ranks whose weights are there, either
+            assert not one._session._causes
 
 
 def test_state_that_went_between_the_proposal_and_the_commit(make: Make) -> None:

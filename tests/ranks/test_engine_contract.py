@@ -17,7 +17,8 @@ from awex_delta.engines.view import EngineTensor, EngineView
 from awex_delta.errors import UpdateAborted
 from awex_delta.folder.reader import DiskReader
 from awex_delta.protocol.verdict import Kind, Reason, Verdict
-from awex_delta.testing.contract.engines import MOVES, UNUSABLE, ContractBroken, EngineTrial, Weights
+from awex_delta.testing.contract import ContractBroken
+from awex_delta.testing.contract.engines import MOVES, UNUSABLE, EngineTrial, Weights
 from awex_delta.testing.faults import FaultPlan
 from awex_delta.testing.ranks import results
 from tests.fused_oracle import load_hf_state

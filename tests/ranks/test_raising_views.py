@@ -36,7 +36,7 @@ ERRORS: list[Callable[[str], Exception]] = [
 SHAPES = {DOWN: (8, 24), NORM: (8,)}
 ENGINE_METHODS = ["tensors", "synchronize", "committed"]
 TRAINER_METHODS = [
-    *("layout", "weights", "tensor", "owned_slices", "detect", "gather_params", "committed", "convert"),
+    *("layout", "weights", "tensor", "owned_slices", "gather_params", "committed", "convert", "detect"),
     *("transfer", "transfer enters", "transfer exits"),
 ]
 
@@ -202,8 +202,8 @@ CALLED = {
     (1, "full"): {"tensors", "synchronize", "committed"},
     (1, "connect"): {"tensors", "synchronize", "committed"},
     (3, "delta"): {"detect", "tensor", "convert"},
-    (3, "full"): {"gather_params", "tensor", "convert"},
-    (3, "connect"): {"layout", "weights", "gather_params", "tensor", "convert"},
+    (3, "full"): {"detect", "gather_params", "tensor", "convert"},
+    (3, "connect"): {"layout", "weights", "detect", "gather_params", "tensor", "convert"},
 }
 AROUND = {"transfer", "transfer enters", "transfer exits", "committed"}
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from awex_delta.errors import UpdateAborted
 from awex_delta.protocol.verdict import Kind, Reason
 from awex_delta.testing.dict_engine import DictEngine
 from awex_delta.trainers.torch_adamw import TorchAdamWTrainer
@@ -235,3 +236,27 @@ def test_every_reason_has_a_test() -> None:
     text = "".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
     unused = [reason.name for reason in Reason if f"Reason.{reason.name}" not in text]
     assert unused == []
+
+
+def step_of_first_rows(pairing: Pairing) -> None:
+    grad = torch.zeros(SHAPES[EMBED])
+    grad[:2] = 1.0
+    for trainer in pairing.trainers:
+        trainer.train_step({EMBED: grad})  # type: ignore[attr-defined]
+
+
+def test_weights_that_are_edited_after_an_update_that_failed(make: Make) -> None:
+    """It found them in order, which says nothing of what the full sync after it sends."""
+    pairing = make()
+    for version in range(2):
+        train(pairing)
+        pairing.commit(version)
+    step_of_first_rows(pairing)
+    pairing.faults[0].fail("stage")
+    assert all(isinstance(one, UpdateAborted) for one in pairing.update(2))
+    for trainer in pairing.trainers:
+        trainer.tensor(f"0/{EMBED}").view(-1)[-1] += 1.0  # the next step rounds its master over it
+    assert pairing.commit(2)[0].verdict.reason is Reason.PREVIOUS_ABORTED
+    step_of_first_rows(pairing)
+    assert pairing.commit(3)[0].verdict.reason is Reason.MASTER_MISMATCH
+    assert wrong(pairing) == [{}, {}, {}]

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from awex_delta.settings.agreed import DeltaSettings
-from awex_delta.testing.contract.trainers import CASES, ContractBroken, Trained, check
+from awex_delta.testing.contract import ContractBroken
+from awex_delta.testing.contract.trainers import CASES, Trained, check
 from awex_delta.trainers.torch_adamw import TorchAdamWTrainer
 
 SHAPES = {"model.embed_tokens.weight": (16, 8), "up.weight": (12, 8), "gate.weight": (12, 8), "norm": (8,)}

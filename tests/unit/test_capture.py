@@ -217,6 +217,37 @@ def test_an_error_inside_a_hook_lets_training_go_on_and_the_update_be_full(
     assert trainer.detect().reason is Reason.NONE
 
 
+def test_masters_that_are_away_while_others_step_end_no_process() -> None:
+    trainer = make("adamw")
+    trainer.committed()
+    first, *others = trainer._stepped.live().values()
+    storage, held = first.untyped_storage(), first.detach().clone()
+    storage.resize_(0)
+    for other in others:
+        other.grad = torch.ones_like(other)
+    trainer.optimizer.step()
+    found = trainer.detect()
+    assert found.reason is Reason.DETECTION_FAILED
+    assert f"{next(iter(trainer._stepped.live()))}: main: its storage was freed" in found.detail
+    storage.resize_(held.nbytes)
+    first.detach().copy_(held)
+    trainer.committed()
+    trainer.train_step()
+    assert trainer.detect().num_changed > 0
+
+
+def test_a_step_that_is_recorded_as_a_graph_reads_nothing_and_its_replay_is_unseen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    trainer = make("adamw")
+    trainer.committed()
+    with monkeypatch.context() as patched:  # stands for a CUDA graph, which hooks must not break
+        patched.setattr(capture, "is_capturing", lambda: True)
+        patched.setattr(capture, "bf16_slices", lambda _: pytest.fail("nothing may be read"))
+        trainer.train_step()
+    unseen(trainer)
+
+
 def test_pieces_of_any_size_and_alignment_find_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(capture, "_PIECE", 60)
     for dp_rank in range(3):

@@ -410,7 +410,7 @@ def test_memory_that_was_released_and_tensors_without_memory_are_refused() -> No
     live = torch.zeros(3, 4)
     live.untyped_storage().resize_(0)
     two: Any = TwoTensor
-    with pytest.raises(LayoutError, match="w has no memory: its storage was released"):
+    with pytest.raises(LayoutError, match="w has no memory: its storage was freed"):
         part("w", live)
     with pytest.raises(LayoutError, match="w is a TwoTensor, which has no memory of its own"):
         part("w", two(torch.zeros(2), torch.zeros(2)))

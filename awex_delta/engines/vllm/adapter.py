@@ -34,7 +34,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from awex_delta.engines.view import EngineTensor, LiveParts, part
 from awex_delta.engines.vllm.proof import prove
 from awex_delta.errors import LayoutError
-from awex_delta.lines.storages import bits
+from awex_delta.lines.storages import bits, unreadable
 
 _EXPERTS = ".routed_experts"
 # The parts of a fused projection, by the name that vLLM gives it.
@@ -101,8 +101,8 @@ class VllmEngine:
         """Up to `_SAMPLE` elements of each weight, spread over it, as integers."""
         sample = []
         for weight in self._model.parameters():
-            held = weight.untyped_storage().nbytes() > 0  # what was released cannot be read
-            cells = bits(weight).reshape(-1) if held else torch.empty(0, dtype=torch.int16, device="cpu")
+            nothing = torch.empty(0, dtype=torch.int16, device="cpu")
+            cells = nothing if unreadable(weight) else bits(weight).reshape(-1)
             sample.append(cells[:: max(1, -(-cells.numel() // _SAMPLE))].clone())
         return sample
 

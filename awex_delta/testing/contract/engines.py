@@ -38,6 +38,7 @@ from awex_delta.protocol.sender import Sender
 from awex_delta.protocol.stats import UpdateStats
 from awex_delta.protocol.verdict import Kind, Reason
 from awex_delta.settings.agreed import DeltaSettings
+from awex_delta.testing.contract import ContractBroken
 from awex_delta.testing.faults import FaultPlan
 from awex_delta.testing.ranks import ThreadRanks
 from awex_delta.trainers.torch_adamw import TorchAdamWTrainer
@@ -50,10 +51,6 @@ _SETTINGS = DeltaSettings(
     anchor_interval=0, timeout_seconds=60.0, connect_timeout_seconds=60.0, allow_any_world_size=True
 )
 _LM_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-
-
-class ContractBroken(AssertionError):
-    """The engine does not compute with what was committed, or an update did not end as it has to."""
 
 
 class EngineTrial:

@@ -28,6 +28,7 @@ from awex_delta.lines.storages import bits
 from awex_delta.protocol.rendezvous import Rendezvous
 from awex_delta.protocol.verdict import Kind, Verdict
 from awex_delta.settings.agreed import DeltaSettings
+from awex_delta.testing.contract import ContractBroken
 from awex_delta.testing.dict_engine import DictEngine
 from awex_delta.trainers.view import TrainerView
 
@@ -48,10 +49,6 @@ class Trained:
     step: Callable[[], object]
     live: Callable[[], Live]
     settings: DeltaSettings
-
-
-class ContractBroken(AssertionError):
-    """The view broke its contract. Says which update, and what differs."""
 
 
 class _Pairing:
