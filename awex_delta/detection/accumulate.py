@@ -48,7 +48,7 @@ class Follower(ABC):
         """Tell all baselines what is not told yet.
 
         Args:
-            without: a baseline that commits now. It learns only why later steps would not lead back to its base.
+            without: a baseline that commits now. It learns only why no later step would lead back to it.
 
         Returns:
             All slices, as they stand now.
