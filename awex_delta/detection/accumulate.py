@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from awex_delta.detection.invert import detect_or_doubt, failed
+from awex_delta.detection.invert import base_doubt, detect_or_doubt, failed
 from awex_delta.detection.journal import StepJournal, is_capturing
 from awex_delta.detection.optimizers import SteppedParams
 from awex_delta.detection.pieces import Runs, ascending, nonzero, take
@@ -48,7 +48,7 @@ class Follower(ABC):
         """Tell all baselines what is not told yet.
 
         Args:
-            without: a baseline that commits now, which the last step does not concern any more.
+            without: a baseline that commits now. It learns only why no later step would lead back to it.
 
         Returns:
             All slices, as they stand now.
@@ -97,6 +97,8 @@ class StepFollower(Follower):
                 detection = self._journal.doubt(slices) or detection
             for baseline in following:
                 baseline.add(detection)
+        if without is not None and (doubt := base_doubt(slices)) is not None:
+            without.add(doubt)
         self._journal.commit(None if keys is None else frozenset(keys))
         return slices
 

@@ -35,6 +35,7 @@ from awex_delta.protocol.verdict import Reason
 # Elements at a time: a piece takes two bytes for each, eight more if small slices are copied together.
 _PIECE = 1 << 20
 _LANES = 4  # bf16 values in a word of 64 bits
+_HALF = 32  # bits
 _MAX_WORDS = _PIECE // _LANES
 
 
@@ -161,8 +162,8 @@ class _Words:
     def __init__(self) -> None:
         self._buffers: dict[str, torch.Tensor] = {}
         generator = torch.Generator().manual_seed(0)
-        drawn = torch.randint(-(1 << 62), 1 << 62, (_MAX_WORDS,), generator=generator, device="cpu")
-        self._factors = 2 * drawn + 1  # odd, so that a word that changed changes the sum
+        drawn = torch.randint(-(1 << 62), 1 << 62, (2, _MAX_WORDS), generator=generator, device="cpu")
+        self._factors = 2 * drawn + 1
 
     def of(self, values: torch.Tensor, name: str) -> torch.Tensor:
         """Values as words, int64, until the next call for the same name.
@@ -183,12 +184,21 @@ class _Words:
         return buffer[:whole].view(torch.int64)
 
     def sum(self, words: torch.Tensor) -> torch.Tensor:
-        """The sum of all words, each times an odd number drawn for its place: int64, on their device."""
-        return (words * self._factors_on(words.device)[: words.numel()]).sum()
+        """The sum of all words and of their upper halves, each times a number drawn for its place.
+
+        Another content has the same sum with a chance of 2^-31, wherever and however it differs. Words alone
+        would not do: a product passes bits on upward only, so the upper values would leave few marks.
+
+        Returns:
+            int64, on the device of the words.
+        """
+        word, upper = self._factors_on(words.device)[:, : words.numel()]
+        return (words * word).sum() + ((words >> _HALF) * upper).sum()
 
     def moved(self, place: torch.Tensor, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
         """How much the sum grows if some words become others. place, old, new: int64 [k]."""
-        return ((new - old) * self._factors_on(place.device).index_select(0, place)).sum()
+        word, upper = self._factors_on(place.device).index_select(1, place)
+        return ((new - old) * word + ((new >> _HALF) - (old >> _HALF)) * upper).sum()
 
     def _factors_on(self, device: torch.device) -> torch.Tensor:
         if self._factors.device != device:

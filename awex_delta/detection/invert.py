@@ -45,6 +45,7 @@ _SHORTEST_COMPILED = 1 << 12
 _COMPILE_OPTIONS: dict[str, str | int | bool | Callable[..., object]] = {
     "cpp.enable_unsafe_math_opt_flag": False,
 }
+_NO_BASE = frozenset({Reason.MASTER_MISMATCH, Reason.STATE_AWAY, Reason.DETECTION_FAILED})
 _COMPILER_FAILURES = (RuntimeError, OSError, ImportError, subprocess.SubprocessError)
 
 _log = logging.getLogger(__name__)
@@ -141,6 +142,16 @@ def detect_or_doubt(slices: Sequence[OwnedSlice], step_of: StepOf) -> Detection:
         return detect_changes(slices, step_of)
     except (UnsupportedError, RuntimeError, MemoryError) as error:
         return failed(error)
+
+
+def base_doubt(slices: Sequence[OwnedSlice]) -> Detection | None:
+    """Why weights that are committed now may not be their rounded masters; None if they certainly are.
+
+    The next step writes its masters over weights that were not theirs, and inverting it would lead back to
+    the masters, not to what the engines hold.
+    """
+    base = detect_or_doubt(slices, lambda _: None)
+    return base if base.reason in _NO_BASE else None
 
 
 def failed(error: Exception) -> Detection:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from awex_delta.detection.invert import detect_changes, detect_or_doubt, failed
+from awex_delta.detection.invert import base_doubt, detect_changes, failed
 from awex_delta.detection.journal import StepJournal
 from awex_delta.detection.optimizers import SteppedParams
 from awex_delta.detection.slices import Detection, OwnedSlices
 from awex_delta.protocol.verdict import Reason
-
-_NO_BASE = frozenset({Reason.MASTER_MISMATCH, Reason.STATE_AWAY, Reason.DETECTION_FAILED})
 
 
 class OneStepBaseline:
@@ -19,7 +17,6 @@ class OneStepBaseline:
     def __init__(self, owned_slices: OwnedSlices, watched: Sequence[SteppedParams]) -> None:
         """Record every later step of the optimizers."""
         self._owned_slices = owned_slices
-        self._checked = False
         self._doubt: Detection | None = None
         self._journal = StepJournal()
         for stepped in watched:
@@ -34,26 +31,15 @@ class OneStepBaseline:
         detection = detect_changes(slices, self._journal.plan)
         if detection.reason is Reason.NONE:
             detection = self._journal.doubt(slices) or detection
-        self._checked = detection.reason is Reason.NONE
         return detection
 
     def committed(self) -> None:
         """Later detections count from the weights as they are now. Never raises: what fails is a doubt."""
-        checked, self._checked = self._checked, False
         try:
-            self._doubt = None if checked else self._base_doubt()
+            self._doubt = base_doubt(tuple(self._owned_slices()))
             self._journal.commit()
         except Exception as error:  # noqa: BLE001 - the next update is full, whatever it was
             self._doubt = failed(error)
-
-    def _base_doubt(self) -> Detection | None:
-        """Why the weights may not be their rounded masters.
-
-        The next step writes its masters over weights that were not theirs, and inverting it would lead back
-        to the masters, not to what the engines hold.
-        """
-        base = detect_or_doubt(tuple(self._owned_slices()), lambda _: None)
-        return base if base.reason in _NO_BASE else None
 
     def weights_replaced(self) -> None:
         """No step leads back to the last commit any more."""

@@ -224,13 +224,14 @@ class Bound:
         )
         _require_apart(parts)
         _require_one_device(parts, self.parts)
-        self._places, self.parts = _places(live), parts
-        if copies := self._differing(self._view.tensors()):
-            self._places = None
+        places, again = _places(live), _places(self._view.tensors())
+        if places != again:
             raise LayoutError(
-                f"{copies[0]}: tensors() gives copies, which the engine would never read; give views of the "
-                "live weights"
+                f"{_differing(places, again)[0]}: tensors() gives copies, which the engine would never read; "
+                "give views of the live weights"
             )
+        # Last, so that after whatever was raised above, the next look sees the move.
+        self._places, self.parts = places, parts
         return True
 
     def require_unmoved(self) -> None:

@@ -217,6 +217,21 @@ def test_whatever_a_view_raises_ends_the_update_of_all(
     assert called == CALLED[seat, kind] | (AROUND if seat == 3 else set())
 
 
+@pytest.mark.parametrize("call", [1, 2, 3])
+def test_weights_that_moved_before_their_view_raised_are_written_where_they_are(
+    make: Callable[..., Pairing], call: int
+) -> None:
+    """Asked once, twice to see that it gives no copies, and once more after the writes."""
+    one = scene(make)
+    engine = one.views[1].inner
+    engine.tensors_by_name[DOWN] = torch.zeros(SHAPES[DOWN], dtype=torch.bfloat16, device="cpu")
+    outcome = one.update("delta", ("tensors", call, RuntimeError("no answer")), 1)
+    assert not any(isinstance(stats, UpdateStats) for stats in outcome)
+    assert not one.pairing.receivers[1].ready
+    assert {stats.verdict.kind for stats in results(one.update("delta"))} == {Kind.FULL}
+    one.check_content()
+
+
 @pytest.mark.parametrize(("seat", "name"), [(1, "synchronize"), (3, "convert"), (3, "transfer exits")])
 def test_a_view_that_is_interrupted_ends_the_update_of_the_others_at_once(
     make: Callable[..., Pairing], seat: int, name: str

@@ -106,6 +106,34 @@ def test_steps_add_up_to_what_a_copy_shows(lr: float, num_steps: int, dp_rank: i
             assert truth.came_back() > 0, "nothing tests that steps cancel"
 
 
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("then_steps", [0, 1])
+@pytest.mark.parametrize("aborted", [False, True])
+def test_weights_that_are_lent_for_one_update_make_the_next_one_full(
+    aborted: bool, then_steps: int, accumulate: bool
+) -> None:
+    """Averages are swapped in, published and swapped out: engines hold what no step leads from."""
+    trainer = TorchAdamWTrainer.create(SHAPES, lr=1e-5, settings=DeltaSettings(accumulate=accumulate))
+    trainer.committed()
+    trainer.train_step()
+    if aborted:
+        assert trainer.detect().reason is Reason.NONE
+    policy = trainer.tensor("0/a").clone()
+    trainer.tensor("0/a").mul_(2)
+    if not aborted:  # after an update that was aborted, the next one is full, and nobody asks
+        assert trainer.detect().reason is Reason.MASTER_MISMATCH
+    trainer.committed()
+    trainer.tensor("0/a").copy_(policy)
+    for _ in range(then_steps):
+        trainer.train_step()
+    assert trainer.detect().reason is Reason.MASTER_MISMATCH
+    trainer.committed()
+    truth = Truth(trainer)
+    trainer.train_step()
+    changed, _, _ = truth.judge(trainer.detect())
+    assert changed > 10
+
+
 def test_a_step_that_is_too_far_to_state_stays_unstated() -> None:
     trainer = TorchAdamWTrainer.create({"a": (2000,)}, lr=0.1, settings=ON)
     trainer.committed()

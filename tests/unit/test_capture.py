@@ -127,7 +127,17 @@ def replayed(trainer: TorchAdamWTrainer) -> None:
         trainer.tensor(key).copy_(master.data)
 
 
-UNSEEN = [by_hand, swapped, replayed]
+def two_signs(trainer: TorchAdamWTrainer) -> None:
+    """The highest bits of two words."""
+    trainer.tensor("0/a")[1, [3, 7]] *= -1
+
+
+def whole_column(trainer: TorchAdamWTrainer) -> None:
+    """In every row the same of the four values of a word: only some of its upper bits."""
+    trainer.tensor("0/a")[:, 7] *= 2
+
+
+UNSEEN = [by_hand, swapped, replayed, two_signs, whole_column]
 
 
 @pytest.mark.parametrize("write", UNSEEN)
@@ -149,6 +159,20 @@ def test_what_no_step_wrote_makes_the_next_update_full_and_the_one_after_exact(
     trainer.train_step()
     changed, listed, _ = truth.judge(trainer.detect())
     assert changed == listed > 0
+
+
+def test_columns_that_are_written_are_noticed_wherever_they_are_in_a_word() -> None:
+    trainer = make()
+    weight = trainer.tensor("0/a")
+    for trial in range(192):
+        for _ in range(2):  # the first of them hears of the values that were put back
+            trainer.committed()
+        before = weight.clone()
+        rows = slice(trial % 5, trial % 5 + 10)
+        weight[rows, trial % 96] *= -1 if trial % 2 else 2
+        assert not torch.equal(weight, before)
+        unseen(trainer)
+        weight.copy_(before)
 
 
 def test_weights_that_change_while_an_update_is_under_way_are_noticed_at_its_commit() -> None:
