@@ -192,12 +192,12 @@ class _Words:
         Returns:
             int64, on the device of the words.
         """
-        word, upper = self._factors_on(words.device)[:, : words.numel()]
+        word, upper = self._factors_on(words.device)[:, : words.numel()].unbind()
         return (words * word).sum() + ((words >> _HALF) * upper).sum()
 
     def moved(self, place: torch.Tensor, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
         """How much the sum grows if some words become others. place, old, new: int64 [k]."""
-        word, upper = self._factors_on(place.device).index_select(1, place)
+        word, upper = self._factors_on(place.device).index_select(1, place).unbind()
         return ((new - old) * word + ((new >> _HALF) - (old >> _HALF)) * upper).sum()
 
     def _factors_on(self, device: torch.device) -> torch.Tensor:
