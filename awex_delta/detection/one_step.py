@@ -17,6 +17,7 @@ class OneStepBaseline:
     def __init__(self, owned_slices: OwnedSlices, watched: Sequence[SteppedParams]) -> None:
         """Record every later step of the optimizers."""
         self._owned_slices = owned_slices
+        self._checked = False
         self._doubt: Detection | None = None
         self._journal = StepJournal()
         for stepped in watched:
@@ -31,12 +32,14 @@ class OneStepBaseline:
         detection = detect_changes(slices, self._journal.plan)
         if detection.reason is Reason.NONE:
             detection = self._journal.doubt(slices) or detection
+        self._checked = detection.reason is Reason.NONE
         return detection
 
     def committed(self) -> None:
         """Later detections count from the weights as they are now. Never raises: what fails is a doubt."""
+        checked, self._checked = self._checked, False
         try:
-            self._doubt = base_doubt(tuple(self._owned_slices()))
+            self._doubt = None if checked else base_doubt(tuple(self._owned_slices()))
             self._journal.commit()
         except Exception as error:  # noqa: BLE001 - the next update is full, whatever it was
             self._doubt = failed(error)
