@@ -51,7 +51,8 @@ class _Seal:
     @classmethod
     def of(cls, cut: Sequence[Piece], sums: Sequence[torch.Tensor]) -> _Seal:
         ranges = [(tuple(owned.key for owned in piece.slices), piece.first, piece.last) for piece in cut]
-        return cls(ranges=ranges, sums=torch.stack(list(sums)) if sums else torch.zeros(0, dtype=torch.int64))
+        none = torch.zeros(0, dtype=torch.int64, device="cpu")
+        return cls(ranges=ranges, sums=torch.stack(list(sums)) if sums else none)
 
     def broken_by(self, now: _Seal) -> str:
         """Where the weights are something else; empty if nowhere. Waits for the device."""
