@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from awex_delta.errors import LayoutError
+from awex_delta.errors import LayoutError, UpdateError
 from awex_delta.garbage import uncollected
 from awex_delta.lines.storages import unreadable
 
@@ -65,6 +65,17 @@ class EngineView(Protocol):
         It should be an assignment. If it raises, this rank alone is not ready until the next update, which is
         a full sync; the others serve the version.
         """
+
+
+def publish(view: EngineView, version: int, me: str) -> None:
+    """Let a view publish a version that was committed. Raises UpdateError if it raises."""
+    try:
+        view.committed(version)
+    except Exception as error:
+        raise UpdateError(
+            f"version {version} was committed, but {me} could not publish it and is not ready; the next "
+            f"update is a full sync: {type(error).__name__}: {error}"
+        ) from error
 
 
 def part(

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from awex_delta.engines.view import Bound, EngineView
+from awex_delta.engines.view import Bound, EngineView, publish
 from awex_delta.errors import (
     AwexDeltaError,
     ChainError,
@@ -119,8 +119,7 @@ class DiskReader:
             version: which one; None for the newest that can be reached.
 
         Returns:
-            What this rank read. Its weights are `version` of the result now, and `ready` is True. Where
-            newer versions exist but cannot be reached, a warning says why.
+            What this rank read. Its weights are `version` of the result now, and `ready` is True.
 
         Raises:
             ConfigError: `version` is not an int of at least 0.
@@ -128,8 +127,8 @@ class DiskReader:
                 are a version as before, and `ready` tells whether they may be served.
             VerificationError: the weights are not what the trainer had; nothing is served until a full
                 version was read.
-            UpdateError: a rank of this engine failed. Where a write had begun, nothing is served until a
-                full version was read.
+            UpdateError: a rank of this engine failed, or its view could not publish the version. If a write
+                had begun, nothing is served until a full version was read.
 
         Collective: yes, over the ranks of this engine.
         """
@@ -224,12 +223,13 @@ class DiskReader:
             word = self._blame("stage", links[0], error)
         if blamed := self._conclude(word):
             return blamed  # nobody has written anything
-        word = Word(phase="apply")
-        link = tip
+        word, link = Word(phase="apply"), tip
         try:
             for place, link in enumerate(links):
                 self._write(link, staged if place == 0 else self._stage(link))
+            reached, self._held = self._held, None  # what moved is no version
             self._bound.require_unmoved()
+            self._held = reached
         except Exception as error:  # noqa: BLE001 - the phase boundary: every rank must learn of it
             word = self._blame("apply", link, error)
         return self._conclude(word) or self._compare(links)
@@ -343,7 +343,7 @@ class DiskReader:
         if self._served == tip.id:
             return
         try:
-            self._view.committed(tip.version)
+            publish(self._view, tip.version, f"engine {self._engine}")
         except BaseException:
             self._ledger, self._held = self._ledger.touch(), None  # caches may be stale
             raise

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from awex_delta.engines.view import Bound, EngineTensor, EngineView
-from awex_delta.errors import ConnectError, UpdateError
+from awex_delta.engines.view import Bound, EngineTensor, EngineView, publish
+from awex_delta.errors import ConnectError
 from awex_delta.lines.boxes import BoxMap
 from awex_delta.lines.ends import LineEnd
 from awex_delta.lines.storages import Storages
@@ -304,14 +304,9 @@ class Receiver:
     def _commit(self, decision: Decision) -> None:
         self._ledger, self._bound.moved = self._ledger.commit(decision.run_id, decision.version), ""
         try:
-            self._view.committed(decision.version)
-        except BaseException as error:
+            publish(self._view, decision.version, self._comm.me)
+        except BaseException:
             self._ledger = self._ledger.touch()  # caches may be stale: not ready until a full sync
-            if isinstance(error, Exception):
-                raise UpdateError(
-                    f"version {decision.version} was committed, but {self._comm.me} could not publish it and "
-                    f"is not ready; the next update is a full sync: {type(error).__name__}: {error}"
-                ) from error
             raise
 
 

@@ -8,7 +8,7 @@ import logging
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,7 +18,8 @@ import torch
 import xxhash
 from fsspec.implementations.memory import MemoryFileSystem
 
-from awex_delta.errors import ChainError, UpdateAborted, VerificationError
+from awex_delta.engines.view import EngineTensor
+from awex_delta.errors import ChainError, UpdateAborted, UpdateError, VerificationError
 from awex_delta.folder.chain import Catalogue
 from awex_delta.folder.folder import INDEX, Folder, version_name
 from awex_delta.folder.manifest import Manifest, dump_manifest
@@ -313,10 +314,38 @@ def test_a_version_is_not_ready_where_publishing_it_failed(build: Build, tmp_pat
     engine.read(0)
     commit = engine.views[0].committed
     engine.views[0].committed = lambda version: 1 // 0
-    assert isinstance(engine.try_read(1)[0], ZeroDivisionError)
+    (error,) = engine.try_read(1)
+    assert isinstance(error, UpdateError)
+    assert isinstance(error.__cause__, ZeroDivisionError)
+    assert "could not publish" in str(error)
+    assert "ZeroDivisionError: " in str(error)
     assert not engine.reader.ready
     engine.views[0].committed = commit
     assert engine.read(1) == 1
+
+
+def test_an_engine_that_moves_while_it_is_asked_for_what_it_holds_is_not_ready(
+    build: Build, tmp_path: Path
+) -> None:
+    trainers = write_chain(build, tmp_path)
+    engine = build(Engine, trainers)
+    engine.read(1)
+    tensors, (view,) = engine.views[0].tensors, engine.views
+    looks: list[int] = []
+
+    def moving() -> Sequence[EngineTensor]:
+        looks.append(1)
+        if len(looks) == 2:  # the first sees that nothing moved, and nothing is to be written
+            view.tensors_by_name[DOWN] = torch.zeros_like(view.tensors_by_name[DOWN])
+        return tensors()
+
+    view.tensors = moving
+    (error,) = engine.try_read(1)
+    assert isinstance(error, UpdateAborted)
+    assert DOWN in str(error)
+    assert not engine.reader.ready
+    assert engine.read(1) == 1
+    assert engine.holds(trainers.history[1])
 
 
 @pytest.mark.parametrize("verify", ["touched", "full"])
