@@ -155,7 +155,7 @@ class Comm(Rows):
             waited = self._connect_timeout.total_seconds()
             raise ConnectError(
                 f"{self.me}: {self.rendezvous.name_seats(missing)} did not arrive within {waited:g} s "
-                f"(is enable_delta_weight_update on on both sides?): {first_line(error)}"
+                f"(its own log says why, unless enable_delta_weight_update is off there): {first_line(error)}"
             ) from error
 
     def _take_seat(self, store: BoundedStore) -> int:

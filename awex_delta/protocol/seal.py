@@ -116,6 +116,7 @@ class Seal:
                 f"{me}: {others} did not prove the secret of weight_update_secret_source that this rank has; "
                 "no layout was told, and no weight was touched"
                 + (". No other rank proved it, so this rank's own may be the wrong one" if alone else "")
+                + ". Remedy: give all ranks the same text"
             )
         session = self._of_all(b"session", 0)
         self._row_key, self.frame_key = _mac(session, b"rows"), _mac(session, b"frames")

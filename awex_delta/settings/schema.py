@@ -180,7 +180,7 @@ class TrainEngineConfig(_SideConfig):
 
     ppo_n_minibatches: int = 1
     """Optimizer steps that the trainer makes between two weight updates. Deltas need 1, or
-    `weight_update_delta_accumulate`, or the method `snapshot`."""
+    `weight_update_delta_accumulate`, or the method `capture` or `snapshot`."""
 
 
 class RolloutConfig(_SideConfig):

@@ -337,7 +337,8 @@ def test_an_engine_that_moves_while_it_is_asked_for_what_it_holds_is_not_ready(
         looks.append(1)
         if len(looks) == 2:  # the first sees that nothing moved, and nothing is to be written
             view.tensors_by_name[DOWN] = torch.zeros_like(view.tensors_by_name[DOWN])
-        return tensors()
+        asked: Sequence[EngineTensor] = tensors()
+        return asked
 
     view.tensors = moving
     (error,) = engine.try_read(1)
