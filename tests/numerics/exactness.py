@@ -1,6 +1,6 @@
 """The oracle over ten billion elements: python -m tests.numerics.exactness, or make exactness.
 
-It takes hours. Stopped at any moment it goes on where it was, from its record, exactness.json beside it, which
+It takes hours. Stopped at any moment it goes on where it was, from the record exactness.json beside it, which
 it replaces after each part of half a million elements. Every part is one optimizer step in one kernel form,
 judged three times: detection by inversion, eager and compiled, and by capturing the step. With --pages the
 table in docs/*/numerics.md is written from the record.
