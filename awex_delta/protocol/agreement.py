@@ -51,7 +51,7 @@ class Status:
     phase: str
     version: Count
     failure: str
-    facts: dict[str, Annotated[int, Field(ge=0, lt=2**64)]]
+    facts: dict[str, Count]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

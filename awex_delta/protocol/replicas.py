@@ -11,18 +11,18 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from awex_delta.errors import LockstepError
 from awex_delta.protocol.session import Session
-from awex_delta.wire.digest import MODULUS
 
 logger = logging.getLogger(__name__)
 
 _MAX_NAMED = 8  # tensors that a warning names
+_MODULUS = 1 << 63  # what ranks tell in an agreement stays below this
 
 Copies = Mapping[str, tuple[int, ...]]
 """By HF name, the trainer ranks that hold the same part of it."""
 
 
 def parity(rank: int, copies: Copies, sums: Mapping[str, int]) -> int:
-    """What one trainer rank contributes, modulo 2^64.
+    """What one trainer rank contributes, modulo 2^63.
 
     Args:
         rank: of the trainer.
@@ -30,7 +30,7 @@ def parity(rank: int, copies: Copies, sums: Mapping[str, int]) -> int:
         sums: digests of its parts of them, by HF name.
     """
     first = {name: rank == copies[name][0] for name in sums}
-    return sum((len(copies[n]) - 1 if first[n] else -1) * total for n, total in sums.items()) % MODULUS
+    return sum((len(copies[n]) - 1 if first[n] else -1) * total for n, total in sums.items()) % _MODULUS
 
 
 def warn_of_drift(
@@ -54,7 +54,7 @@ def warn_of_drift(
 
     Collective: yes, over all transfer ranks, if the parities do not add up to zero; else none.
     """
-    if not sum(fact.get("parity", 0) for fact in facts) % MODULUS:
+    if not sum(fact.get("parity", 0) for fact in facts) % _MODULUS:
         return
     mine = {name: [sums[name], *ranks] for name, ranks in copies.items() if name in sums}
     rows = session.comm.gather_json(mine, phase="copies of the trainer")

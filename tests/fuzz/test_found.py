@@ -115,7 +115,7 @@ def test_a_manifest_that_names_what_is_no_file(name: str) -> None:
         (TRAINER, lambda row: row.update(changed=10**400)),
         (TRAINER, lambda row: row.update(owned=10**400)),
         (TRAINER, lambda row: row.update(changed=-1)),
-        (STATUS, lambda row: row["facts"].update(parity=2**64)),
+        (STATUS, lambda row: row["facts"].update(parity=2**63)),
         (STATUS, lambda row: row["facts"].update(parity=-1)),
         (VERIFY, lambda row: row.update({"0": ["one"] * len(row["0"])})),
         (VERIFY, lambda row: row.update({"0": None})),
