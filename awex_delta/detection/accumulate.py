@@ -54,6 +54,10 @@ class Follower(ABC):
             All slices, as they stand now.
         """
 
+    def _is_followed(self) -> bool:
+        """False while a full sync is due for all baselines. One that commits just now does not follow."""
+        return any(baseline.follows for baseline in self._baselines)
+
     def _tell(self, detection: Detection, also: AccumulatedBaseline | None = None) -> None:
         for baseline in self._baselines:
             if baseline.follows or baseline is also:
@@ -90,13 +94,11 @@ class StepFollower(Follower):
     ) -> Sequence[OwnedSlice]:
         """keys: names the slices to look at; None means all."""
         slices = [owned for owned in self._owned_slices() if keys is None or owned.key in keys]
-        following = [one for one in self._baselines if one.follows and one is not without]
-        if following:
+        if self._is_followed():
             detection = detect_or_doubt(slices, self._journal.plan)
             if detection.reason is Reason.NONE:
                 detection = self._journal.doubt(slices) or detection
-            for baseline in following:
-                baseline.add(detection)
+            self._tell(detection)
         if without is not None and (doubt := base_doubt(slices)) is not None:
             without.add(doubt)
         self._journal.commit(None if keys is None else frozenset(keys))

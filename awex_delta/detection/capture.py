@@ -57,7 +57,7 @@ class _Seal:
         return cls(ranges=ranges, sums=torch.stack(list(sums)) if sums else none)
 
     def broken_by(self, now: _Seal) -> str:
-        """Where the weights are something else; empty if nowhere. Waits for the device."""
+        """Names weights that are not what they have to be; empty if all are. Waits for the device."""
         if self.ranges != now.ranges:
             return "other elements are owned than at the last commit"
         wrong = (self.sums != now.sums).nonzero().view(-1).tolist()
@@ -112,7 +112,7 @@ class StepCapture(Follower):
         """Run a hook if a baseline follows; what it raises makes the next update full."""
         if is_capturing():
             return  # what a replay of the graph writes goes unseen by hooks, and breaks the seal
-        if not any(baseline.follows for baseline in self._baselines):
+        if not self._is_followed():
             self._seals.pop(optimizer, None)
             return
         try:
@@ -208,9 +208,10 @@ class _Words:
 
 def _cut(slices: Sequence[OwnedSlice], params: Mapping[str, torch.Tensor]) -> list[Piece]:
     """The pieces of one optimizer; in each of them all masters lie apart from their weights, or none does."""
-    mine = [owned for owned in slices if owned.key in params]
-    apart = [owned for owned in mine if _is_apart(owned, params)]
-    together = [owned for owned in mine if not _is_apart(owned, params)]
+    apart, together = list[OwnedSlice](), list[OwnedSlice]()
+    for owned in slices:
+        if owned.key in params:
+            (apart if _is_apart(owned, params) else together).append(owned)
     return [*pieces(apart, _PIECE), *pieces(together, _PIECE)]
 
 

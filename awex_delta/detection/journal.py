@@ -52,7 +52,7 @@ class _Record:
 
 
 _Standing = tuple[Trace, Trace]
-"""Of one parameter: the traces of its step counter and of its master."""
+"""The traces of one parameter's step counter and of its master."""
 
 _COUNTER = "its step counter was changed"
 

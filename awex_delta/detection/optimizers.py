@@ -126,7 +126,7 @@ def moments(
 
 
 Trace = tuple[int, int]
-"""Where a tensor lies and how often torch wrote to it.
+"""The address of a tensor, and how many times torch has written to it.
 
 Kernels outside of torch, and writes to `.data`, are not counted. So an equal trace proves nothing, but
 another one shows that the tensor was moved, replaced or written."""

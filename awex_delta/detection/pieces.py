@@ -97,7 +97,7 @@ class Piece:
         return self.last - self.first
 
     def ranges(self) -> list[tuple[int, int]]:
-        """Where its elements lie in the trainer's line, for `Runs.of`."""
+        """The ranges of the trainer's line that hold its elements, as `Runs.of` takes them."""
         if len(self.slices) == 1:
             return [(self.slices[0].begin + self.first, self.numel)]
         return [(owned.begin, owned.stop - owned.start) for owned in self.slices]
@@ -184,7 +184,7 @@ def take(changes: Changes, index: torch.Tensor) -> Changes:
 
 
 def nonzero(marks: torch.Tensor) -> torch.Tensor:
-    """Where a flat tensor is not zero, int64, ascending. Waits for the device.
+    """The positions of what is not zero in a flat tensor: int64, ascending. Waits for the device.
 
     Args:
         marks: bool or int8 [n].

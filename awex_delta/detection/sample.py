@@ -43,7 +43,7 @@ class MasterSample:
         self._turn = 0
 
     def keys(self) -> KeysView[str]:
-        """Of the masters of which elements are held."""
+        """The keys of the masters of which elements are held."""
         return self._held.keys()
 
     def take(self, live: Mapping[str, torch.Tensor]) -> None:

@@ -140,9 +140,8 @@ class Comm(Rows):
             if self._device.type == "cuda":
                 self._weights_group = self._new_group("nccl")
                 one = torch.zeros(1, dtype=torch.float32, device=self._device)
-                self._weights_group.allreduce(
-                    [one]
-                ).wait()  # NCCL connects in the first operation of all ranks
+                # NCCL connects in the first operation of all ranks.
+                self._weights_group.allreduce([one]).wait()
             self.has_met = True
         except ConnectError:
             self.abandon()
