@@ -173,3 +173,29 @@ def torch_pairing(
         for rank in range(num_trainers)
     ]
     return Pairing(trainers, engines, settings)
+
+
+def stepped_by(
+    make_optimizer: Callable[[list[torch.Tensor]], torch.optim.Optimizer],
+    shapes: Mapping[str, tuple[int, ...]],
+    settings: DeltaSettings,
+    *,
+    seed: int = 5,
+    masters: bool = True,
+    dp_rank: int = 0,
+    dp_size: int = 1,
+) -> TorchAdamWTrainer:
+    """A trainer whose optimizer is of any class. Without masters it steps the bf16 weights themselves."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = {n: (torch.randn(s, generator=generator) * 0.02).bfloat16() for n, s in shapes.items()}
+    apart = {name: weight.float().requires_grad_() for name, weight in weights.items()} if masters else {}
+    return TorchAdamWTrainer(
+        weights=weights,
+        masters=apart,
+        optimizer=make_optimizer(
+            list(apart.values()) or [weight.requires_grad_() for weight in weights.values()]
+        ),
+        settings=settings,
+        dp_rank=dp_rank,
+        dp_size=dp_size,
+    )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from awex_delta.lines.storages import Storages
 from awex_delta.protocol import sender
+from awex_delta.protocol.receiver import Receiver
 from awex_delta.testing.dict_engine import DictEngine
 from awex_delta.wire.frame import FrameIdentity, pack_frame
 
@@ -45,3 +47,20 @@ def write_by(
             scatter(self, pos, value)
 
     monkeypatch.setattr(Storages, "scatter", write)
+
+
+@contextmanager
+def frames_damaged_at(receiver: Receiver) -> Iterator[None]:
+    """The last byte of each frame that one engine rank receives is another one."""
+    receive = receiver.comm.receive
+
+    def damage(num_bytes: int, peer: int, *, phase: str) -> torch.Tensor:
+        frame = receive(num_bytes, peer, phase=phase)
+        frame[-1] ^= num_bytes > 8  # not the size that goes before each frame
+        return frame
+
+    receiver.comm.receive = damage  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        receiver.comm.receive = receive  # type: ignore[method-assign]

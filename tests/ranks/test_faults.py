@@ -26,6 +26,7 @@ from awex_delta.testing.faults import InjectedFault
 from awex_delta.testing.ranks import results
 from tests.pairing import EngineSeat, Outcome, Pairing
 from tests.ranks.conftest import DOWN, EMBED, NORM, Q_PROJ, SETTINGS, SHAPES, SOON, train, truth, wrong
+from tests.ranks.seams import frames_damaged_at
 
 Make = Callable[..., Pairing]
 TRAINER, ENGINE = 4, 1
@@ -290,22 +291,13 @@ def test_ranks_that_are_asked_for_different_versions_all_refuse(make: Make) -> N
 def test_a_damaged_frame_is_refused_before_the_first_write(make: Make) -> None:
     pairing = ready(make())
     before = [{n: t.clone() for n, t in engine.tensors_by_name.items()} for engine in pairing.engines]
-    comm = pairing.receivers[0].comm
-    receive = comm.receive
-
-    def damage(num_bytes: int, peer: int, *, phase: str) -> torch.Tensor:
-        frame = receive(num_bytes, peer, phase=phase)
-        frame[-1] ^= num_bytes > 8  # not the size that goes before each frame
-        return frame
-
-    comm.receive = damage  # type: ignore[method-assign]
-    outcome = pairing.update(2)
+    with frames_damaged_at(pairing.receivers[0]):
+        outcome = pairing.update(2)
     assert errors(outcome) == [UpdateAborted] * 5
     assert "seat 0: CorruptFrameError" in str(outcome[4])
     assert all(receiver.ready for receiver in pairing.receivers)
     for engine, old in zip(pairing.engines, before, strict=True):
         assert all(torch.equal(tensor, old[name]) for name, tensor in engine.tensors_by_name.items())
-    comm.receive = receive  # type: ignore[method-assign]
     check_recovery(pairing, 2, Reason.PREVIOUS_ABORTED)
 
 

@@ -11,7 +11,7 @@ import torch
 
 from awex_delta.protocol.verdict import Kind, Reason
 from awex_delta.trainers.torch_adamw import TorchAdamWTrainer
-from tests.pairing import Pairing
+from tests.pairing import Pairing, stepped_by
 from tests.ranks.conftest import DOWN, NORM, SETTINGS, SHAPES, engine_seats, train, truth, wrong
 
 MakeOptimizer = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
@@ -25,17 +25,8 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
 
 
 def trainer(rank: int, size: int, make_optimizer: MakeOptimizer, method: str) -> TorchAdamWTrainer:
-    generator = torch.Generator().manual_seed(5)
-    weights = {n: (torch.randn(s, generator=generator) * 0.02).bfloat16() for n, s in SHAPES.items()}
-    masters = {name: weight.float().requires_grad_() for name, weight in weights.items()}
-    return TorchAdamWTrainer(
-        weights=weights,
-        masters=masters,
-        optimizer=make_optimizer(list(masters.values())),
-        settings=replace(SETTINGS, method=method),
-        dp_rank=rank,
-        dp_size=size,
-    )
+    settings = replace(SETTINGS, method=method)
+    return stepped_by(make_optimizer, SHAPES, settings, dp_rank=rank, dp_size=size)
 
 
 @pytest.fixture

@@ -26,6 +26,7 @@ from awex_delta.wire.registry import CODECS
 from tests.pairing import Pairing
 from tests.ranks import disk
 from tests.ranks.conftest import SETTINGS, train, wrong
+from tests.ranks.seams import frames_damaged_at
 from tests.ranks.test_faults import check_recovery
 
 Make = Callable[..., Pairing]
@@ -446,21 +447,12 @@ def test_a_damaged_frame_ends_the_update_on_all_ranks(make: Make, right: str) ->
         train(pairing)
         pairing.commit(version)
     train(pairing)
-    comm = pairing.receivers[0].comm
-    receive = comm.receive
-
-    def damage(num_bytes: int, peer: int, *, phase: str) -> torch.Tensor:
-        frame = receive(num_bytes, peer, phase=phase)
-        frame[-1] ^= num_bytes > 8  # not the size that goes before each frame
-        return frame
-
-    comm.receive = damage  # type: ignore[method-assign]
-    outcome = pairing.update(2)
+    with frames_damaged_at(pairing.receivers[0]):
+        outcome = pairing.update(2)
     assert [type(one) for one in outcome] == [UpdateAborted] * 5
     assert "seat 0: CorruptFrameError" in str(outcome[4])
     assert "somebody without the key of this session" in str(outcome[4])
     assert all(receiver.ready for receiver in pairing.receivers)
-    comm.receive = receive  # type: ignore[method-assign]
     check_recovery(pairing, 2, Reason.PREVIOUS_ABORTED)
 
 

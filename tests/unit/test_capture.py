@@ -13,6 +13,7 @@ from awex_delta.detection.accumulate import AccumulatedBaseline
 from awex_delta.protocol.verdict import Reason
 from awex_delta.settings.agreed import DeltaSettings
 from awex_delta.trainers.torch_adamw import TorchAdamWTrainer
+from tests.pairing import stepped_by
 from tests.unit.test_baselines import SHAPES, Truth
 
 CAPTURE = DeltaSettings(method="capture")
@@ -34,21 +35,11 @@ def make(
     dp_size: int = 1,
     lr: float | None = None,
 ) -> TorchAdamWTrainer:
-    generator = torch.Generator().manual_seed(7)
-    weights = {n: (torch.randn(s, generator=generator) * 0.02).bfloat16() for n, s in SHAPES.items()}
-    apart = {name: weight.float().requires_grad_() for name, weight in weights.items()} if masters else {}
-    stepped = list(apart.values()) or [weight.requires_grad_() for weight in weights.values()]
-    made = OPTIMIZERS[optimizer](stepped)
-    for group in made.param_groups:
+    shares = {"dp_rank": dp_rank, "dp_size": dp_size}
+    made = stepped_by(OPTIMIZERS[optimizer], SHAPES, CAPTURE, seed=7, masters=masters, **shares)
+    for group in made.optimizer.param_groups:
         group["lr"] = lr or group["lr"]
-    return TorchAdamWTrainer(
-        weights=weights,
-        masters=apart,
-        optimizer=made,
-        settings=CAPTURE,
-        dp_rank=dp_rank,
-        dp_size=dp_size,
-    )
+    return made
 
 
 def unseen(trainer: TorchAdamWTrainer) -> str:

@@ -15,6 +15,7 @@ from awex_delta.protocol.verdict import Reason
 from awex_delta.settings.agreed import DeltaSettings
 from awex_delta.trainers.torch_adamw import TorchAdamWTrainer
 from tests.kernels import FusedAdam
+from tests.pairing import stepped_by
 
 SHAPES = {"a": (64, 40), "b": (30, 30), "c": (7,)}
 LR = 2e-4
@@ -66,15 +67,7 @@ def adamw(params: list[torch.Tensor], **options: Any) -> torch.optim.Optimizer:
 
 
 def trainer_of(make: Make = adamw, *, accumulate: bool = False) -> TorchAdamWTrainer:
-    generator = torch.Generator().manual_seed(5)
-    weights = {n: (torch.randn(s, generator=generator) * 0.02).bfloat16() for n, s in SHAPES.items()}
-    masters = {name: weight.float().requires_grad_() for name, weight in weights.items()}
-    return TorchAdamWTrainer(
-        weights=weights,
-        masters=masters,
-        optimizer=make(list(masters.values())),
-        settings=DeltaSettings(accumulate=accumulate),
-    )
+    return stepped_by(make, SHAPES, DeltaSettings(accumulate=accumulate))
 
 
 def states(trainer: TorchAdamWTrainer) -> Sequence[dict[str, torch.Tensor]]:
