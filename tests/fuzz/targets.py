@@ -453,7 +453,7 @@ def rows() -> Target:
     says: Sequence[tuple[Any, Callable[[Session], object]]] = (
         (asdict(proposal), lambda session: session.propose(mine)),
         (
-            {"phase": "encode", "version": 7, "failure": "", "facts": {"bytes": 3, "parity": 2**63}},
+            {"phase": "encode", "version": 7, "failure": "", "facts": {"bytes": 3, "parity": 2**62}},
             lambda session: session.agree("encode", "", bytes=1),
         ),
         (struct.pack("<2Q", 0, 0), lambda session: session.exchange_counts(torch.bfloat16, {0: 0})),
