@@ -25,6 +25,7 @@ from awex_delta.trainers.megatron_layout import (
     Shard,
     canonical_name,
     check_tying,
+    converted_as,
     global_layer_ids,
     named_parameters,
     optimizer_shards,
@@ -97,12 +98,13 @@ class MegatronTrainer:
                 weight, lm_head is tied in `hf_config` alone, or Megatron's objects lack something that
                 is needed.
         """
-        check_tying(model_chunks, tied=hf_config.tie_word_embeddings)
+        architecture, text = hf_config.architectures[0], hf_config.get_text_config()
+        check_tying(model_chunks, tied=text.tie_word_embeddings)
         info = rank_info()
         layer_ids = global_layer_ids(model_chunks)
         converter = get_train_weights_converter(
             "mcore",
-            hf_config.architectures[0],
+            converted_as(architecture),
             hf_config,
             RankInfo(**info),
             {
@@ -120,10 +122,10 @@ class MegatronTrainer:
             shards=optimizer_shards(optimizer) if settings.enabled else (),
             converter=converter,
             layout=TrainerLayout(
-                architecture=hf_config.architectures[0],
+                architecture=architecture,
                 rank_info=info,
-                vocab_size=hf_config.vocab_size,
-                tied_embeddings=hf_config.tie_word_embeddings,
+                vocab_size=text.vocab_size,
+                tied_embeddings=text.tie_word_embeddings,
             ),
             settings=settings,
         )
