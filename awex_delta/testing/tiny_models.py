@@ -1,4 +1,4 @@
-"""Tiny trainings on megatron-core, most of them of Qwen3 and Qwen3-MoE: real model, real optimizer, real text.
+"""Tiny trainings on megatron-core: real model (Qwen3 or a relative of it), real optimizer, real text.
 
 They run on the CPU, through `megatron_cpu`. Weights start equal in every parallel layout: each is
 drawn whole from a generator seeded by its name, and cut for the rank.

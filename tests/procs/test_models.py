@@ -1,4 +1,4 @@
-"""Each architecture that AWEX converts and transformers has: Megatron trains it, a transformers model follows."""
+"""Architectures that AWEX converts and transformers has: Megatron trains, a transformers model follows."""
 
 from __future__ import annotations
 
@@ -67,7 +67,9 @@ def served_config(architecture: str) -> PretrainedConfig:
         return text
     rope = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [4, 2, 2]}
     values = {name: value for name, value in text.to_dict().items() if name not in ("model_type", "dtype")}
-    config: PretrainedConfig = getattr(transformers, architecture.replace("ForConditionalGeneration", "Config"))(
+    config: PretrainedConfig = getattr(
+        transformers, architecture.replace("ForConditionalGeneration", "Config")
+    )(
         text_config={**values, "rope_parameters": rope},
         vision_config=VISION,
         tie_word_embeddings=text.tie_word_embeddings,
@@ -77,7 +79,9 @@ def served_config(architecture: str) -> PretrainedConfig:
 
 
 def new_model(config: PretrainedConfig) -> PreTrainedModel:
-    auto: Any = AutoModelForImageTextToText if config.get_text_config() is not config else AutoModelForCausalLM
+    auto: Any = (
+        AutoModelForImageTextToText if config.get_text_config() is not config else AutoModelForCausalLM
+    )
     model: PreTrainedModel = auto.from_config(config, dtype=torch.bfloat16)
     return model
 
