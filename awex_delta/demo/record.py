@@ -26,7 +26,7 @@ _PHASES = {
 }
 _NARROW = ("v", "sync", "changed", "share", "extra", "missed", "of full", "total")
 _WIDE = (*_NARROW[:-2], "bytes", "B/chg", *_NARROW[-2:], *_PHASES)
-_STREAMED = {"sync": 24, "changed": 10, "bytes": 13}  # characters; a row that is printed cannot be widened
+_STREAMED = {"v": 3, "sync": 24, "changed": 10, "bytes": 13, "transfer": 8}  # characters
 _BYTES_PER_ELEMENT = 2
 
 

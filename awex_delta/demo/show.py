@@ -20,7 +20,7 @@ from awex_delta.testing.fleet import Fleet
 OnRecord: TypeAlias = Callable[[VersionRecord], None]
 
 _WIDE = 120
-_FILE_WIDTH = 128
+_FILE_WIDTH = 160
 
 
 def run_all(plans: list[DemoPlan], folder: Path) -> list[FinishedRun]:

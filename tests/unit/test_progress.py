@@ -33,7 +33,7 @@ DELTA = VersionRecord(
 
 def test_the_demo_prints_a_row_into_a_pipe_as_it_comes() -> None:
     pipe = io.StringIO()
-    with _print_rows(plan_of(), Console(file=pipe, width=128)) as show:
+    with _print_rows(plan_of(), Console(file=pipe, width=160)) as show:
         assert pipe.getvalue().startswith("qwen3: trainer one rank")
         show(FULL)
         first = pipe.getvalue().splitlines()
