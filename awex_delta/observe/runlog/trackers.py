@@ -6,12 +6,9 @@ import importlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from awex_delta.errors import ConfigError
-
-if TYPE_CHECKING:
-    from awex_delta.observe.runlog.writer import UpdateLine
 
 Write = Callable[[int, Mapping[str, float]], None]
 """Shows the numbers of one version."""
@@ -60,13 +57,13 @@ class Trackers:
         self._totals: Counter[str] = Counter()
         self._write = [{"tensorboard": _tensorboard, "wandb": _wandb}[name](path) for name in names]
 
-    def append(self, line: UpdateLine) -> None:
-        """Show one attempt to update."""
+    def append(self, line: Any) -> None:
+        """Show one attempt to update, an `UpdateLine`."""
         numbers = self._numbers(line)
         for write in self._write:
             write(line.version, numbers)
 
-    def _numbers(self, line: UpdateLine) -> dict[str, float]:
+    def _numbers(self, line: Any) -> dict[str, float]:
         """Each by its metric's name and the values of its labels; counters as they stand by now."""
         found: dict[str, float] = {
             name: value for name, value in line.extra.items() if isinstance(value, int | float)
@@ -84,9 +81,9 @@ class Trackers:
 
 
 def _tensorboard(path: Path) -> Write:
-    from torch.utils.tensorboard import SummaryWriter
-
-    writer: Any = SummaryWriter(str(path.with_suffix(".tensorboard")))
+    writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter(
+        str(path.with_suffix(".tensorboard"))
+    )
 
     def write(version: int, numbers: Mapping[str, float]) -> None:
         for name, value in numbers.items():
@@ -97,8 +94,7 @@ def _tensorboard(path: Path) -> Write:
 
 
 def _wandb(path: Path) -> Write:
-    import wandb
-
+    wandb = importlib.import_module("wandb")
     ours = wandb.run is None
     try:
         run = wandb.init(project="awex-delta", name=path.stem, dir=str(path.parent)) if ours else wandb.run
