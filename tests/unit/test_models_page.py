@@ -1,4 +1,4 @@
-"""The page about models says what is registered, what was run, and what AWEX and transformers do themselves."""
+"""The page about models says what is registered and what was run, and what AWEX and transformers do."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_the_table_lists_what_is_registered_and_what_was_trained(page: str) -> N
     table = runs(page)
     registered = set(ModelRegistry.get_registered_models())
     assert table.keys() == registered | TRAINED.keys()
-    absent = {"no:", "否："}
+    absent = {"no:", "否"}
     trained = {name for name, cells in table.items() if not any(word in cells[1] for word in absent)}
     assert trained == TRAINED.keys()
     assert {name for name in table if converted_as(name) != name} == table.keys() - registered
