@@ -310,7 +310,7 @@ def _initial_shard(spec: TinySpec, name: str, param: Any) -> torch.Tensor:
     generator = torch.Generator().manual_seed((spec.seed << 32) + zlib.crc32(name.encode()))
     if param.dim() == 1 and not name.endswith("bias"):
         return torch.randn(param.shape, generator=generator, dtype=torch.float32, device="cpu") * 0.1 + 1
-    if not (hasattr(param, "tensor_model_parallel") and param.tensor_model_parallel):
+    if not (hasattr(param, "partition_dim") and param.tensor_model_parallel):
         return spec.init_std * torch.randn(
             param.shape, generator=generator, dtype=torch.float32, device="cpu"
         )

@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from awex.models.registry import get_train_weights_converter
-from awex.sharding.rank_info import RankInfo
 from megatron.core.distributed import DistributedDataParallel
 
 from awex_delta.conversion.alone import Alone
@@ -20,12 +18,12 @@ from awex_delta.detection.slices import Detection, OwnedSlice, param_key
 from awex_delta.errors import UnsupportedError
 from awex_delta.protocol.verdict import Reason
 from awex_delta.settings.agreed import DeltaSettings
+from awex_delta.trainers.converters import converter_of
 from awex_delta.trainers.megatron_layout import (
     OwnedPart,
     Shard,
     canonical_name,
     check_tying,
-    converted_as,
     global_layer_ids,
     named_parameters,
     optimizer_shards,
@@ -98,31 +96,22 @@ class MegatronTrainer:
                 weight, lm_head is tied in `hf_config` alone, or Megatron's objects lack something that
                 is needed.
         """
-        architecture, text = hf_config.architectures[0], hf_config.get_text_config()
+        text = hf_config.get_text_config()
         check_tying(model_chunks, tied=text.tie_word_embeddings)
         info = rank_info()
-        layer_ids = global_layer_ids(model_chunks)
-        converter = get_train_weights_converter(
-            "mcore",
-            converted_as(architecture),
+        converter = converter_of(
             hf_config,
-            RankInfo(**info),
-            {
-                "infer_engine_config": {"tp_size": 1, "ep_size": 1},
-                "infer_atten_tp_size": 1,
-                "hf_config": hf_config,
-                "device_backend": "cuda",
-                "router_dtype": router_dtype,
-                "train_pp_stage_layer_id_map": layer_ids,
-            },
-            tf_config=model_chunks[0].config,
+            info,
+            model_chunks[0].config,
+            layer_ids=global_layer_ids(model_chunks),
+            router_dtype=router_dtype,
         )
         return cls(
             chunks=model_chunks,
             shards=optimizer_shards(optimizer) if settings.enabled else (),
             converter=converter,
             layout=TrainerLayout(
-                architecture=architecture,
+                architecture=hf_config.architectures[0],
                 rank_info=info,
                 vocab_size=text.vocab_size,
                 tied_embeddings=text.tie_word_embeddings,

@@ -10,7 +10,6 @@ from typing import Any
 import megatron.core
 import torch
 import torch.distributed as dist
-from awex.models.registry import ModelRegistry
 from megatron.core import parallel_state as mpu
 from megatron.core.fp8_utils import is_float8tensor
 from megatron.core.models.gpt import GPTModel
@@ -30,8 +29,6 @@ RankInfo = Mapping[str, int | str | bool]
 _LOCAL_SPEC_NAMES: Mapping[str, str] = {
     ".input_layernorm.weight": ".self_attention.linear_qkv.layer_norm_weight",
 }
-# AWEX does not register them, and its default converter names tensors as Ling's checkpoints do.
-_NAMED_AS_QWEN3 = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM"})
 _LAYER = re.compile(r"(?:^|\.)decoder\.layers\.(\d+)$")
 
 
@@ -67,15 +64,6 @@ class Shard:
     part: OwnedPart | None
     late: bool
     group: dist.ProcessGroup | None
-
-
-def converted_as(architecture: str) -> str:
-    """The architecture whose converter of AWEX makes the HF tensors of a model.
-
-    It is another one where AWEX registers none, and the checkpoints have the names and shapes of Qwen3's.
-    """
-    registered = architecture in ModelRegistry.get_registered_models()
-    return "Qwen3ForCausalLM" if architecture in _NAMED_AS_QWEN3 and not registered else architecture
 
 
 def canonical_name(name: str) -> str:

@@ -13,7 +13,7 @@ from awex.models.qwen4_exp import register_qwen4_exp_awex
 from awex.models.registry import ModelRegistry, get_train_weights_converter
 from awex.sharding.rank_info import RankInfo
 
-from awex_delta.trainers.megatron_layout import converted_as
+from awex_delta.trainers.converters import converted_as
 from tests.docs.blocks import ROOT
 from tests.procs import test_awex_converters as shapes
 from tests.procs.test_models import MODELS as TRAINED
