@@ -218,7 +218,10 @@ class MegatronTrainer:
         self._baselines.weights_replaced()
 
     def convert(self, key: str, tensor: torch.Tensor) -> Sequence[tuple[str, torch.Tensor]]:
-        """AWEX's HF names and tensors for a tensor shaped like `tensor(key)`."""
+        """AWEX's HF names and tensors for a tensor shaped like `tensor(key)`.
+
+        Collective: over the tensor-parallel ranks, if AWEX's converter gathers the parameter from them.
+        """
         info = self._infos[key]
         converted = list(self._converter.convert_param(info.param, tensor, vp_stage=info.chunk))
         names = [name for name, _ in converted]
