@@ -27,7 +27,7 @@ from megatron.core.transformer import TransformerConfig
 from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from awex_delta.engines.transformers import TransformersEngine
-from awex_delta.settings.allocation import TRAINER_BACKENDS, Allocation, parse_allocation
+from awex_delta.settings.allocation import Allocation, parse_allocation
 from awex_delta.testing import megatron_cpu
 from examples.gsm8k_grpo.hf_weights import Weights, checkpoint_weights, load_into
 from examples.gsm8k_grpo.settings import ModelConfig, OptimizerConfig, Settings
@@ -166,7 +166,7 @@ def build_policy(settings: Settings) -> Policy:
 
     Collective over the default process group, which must exist and holds the trainer ranks only.
     """
-    allocation = parse_allocation(settings.actor.backend, backends=TRAINER_BACKENDS)
+    allocation = parse_allocation(settings.actor.backend, backends=["megatron"])
     layout, experts = allocation.layout, allocation.experts
     if not GPU:
         megatron_cpu.install()

@@ -35,7 +35,7 @@ from awex_delta import (
 )
 from awex_delta.cli.plan import plan_preset
 from awex_delta.cli.plan import show as show_plan
-from awex_delta.settings.allocation import ENGINE_BACKENDS, TRAINER_BACKENDS, parse_allocation
+from awex_delta.settings.allocation import ENGINE_BACKENDS, parse_allocation
 from examples.gsm8k_grpo.policy import GPU, Batch, Loss, Policy, build_policy
 from examples.gsm8k_grpo.problems import (
     HubTokenizer,
@@ -291,7 +291,7 @@ def run(settings: Settings) -> list[float]:
 def join_trainers(settings: Settings) -> None:
     """Make the process group of the trainer ranks, as torchrun says, or of this process alone."""
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    wanted = parse_allocation(settings.actor.backend, backends=TRAINER_BACKENDS).world_size
+    wanted = parse_allocation(settings.actor.backend, backends=["megatron"]).world_size
     if world_size != wanted:
         raise ConfigError(
             f"actor.backend = {settings.actor.backend!r} has {wanted} ranks, but {world_size} were started. "
