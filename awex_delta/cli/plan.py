@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import shlex
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -15,22 +14,21 @@ from rich.table import Table
 
 from awex_delta.cli.output import JsonOption, print_json, refuse, stdout_kept
 from awex_delta.errors import ConfigError
-from awex_delta.presets.files import ModelShape, find_preset, read_preset
+from awex_delta.presets.files import ModelShape, find_preset, load_section, read_preset
 from awex_delta.presets.forecast import SHARES, Memory, RunPlan, plan_run
 from awex_delta.settings.resolve import RolloutConfig, TrainEngineConfig
 
 app = typer.Typer(add_completion=False)
 
 _MAX_SHOWN = 8  # ranks of a group, and groups
-_READ = ("actor", "rollout", "model")  # sections
-_PRESETS = Path(__file__).parents[2] / "examples" / "gsm8k_grpo"
+_READ = ("train", "rollout", "model")  # sections
 
 
 @app.command()
 def plan(
-    preset: Annotated[str, typer.Argument(help="A YAML file, or the name of a preset of the example.")],
+    preset: Annotated[str, typer.Argument(help="A YAML file, or the name of a preset: qwen3_30b_a3b.")],
     overrides: Annotated[
-        list[str] | None, typer.Argument(help="Changes, such as actor.weight_update_delta_encoding=ulp.")
+        list[str] | None, typer.Argument(help="Changes, such as train.weight_update_delta_encoding=ulp.")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -40,12 +38,9 @@ def plan(
     """
     try:
         with stdout_kept(as_json):
-            found = plan_preset(find_preset(preset, _PRESETS), overrides or ())
+            found = plan_preset(find_preset(preset), overrides or ())
     except ConfigError as error:
         refuse("plan", error)
-    unread = [one for one in overrides or () if one.partition(".")[0] not in _READ]
-    if unread:
-        typer.echo(f"awex-delta plan: not part of a plan, so not checked: {', '.join(unread)}", err=True)
     if as_json:
         print_json(as_data(found))
     else:
@@ -53,21 +48,25 @@ def plan(
 
 
 def plan_preset(path: Path, overrides: Sequence[str] = ()) -> RunPlan:
-    """The plan of a preset: its sections `actor`, `rollout` and `model`, after dotted changes.
+    """The plan of a preset: its sections `train`, `rollout` and `model`, after dotted changes.
 
-    Raises ConfigError if a section is missing, or a setting cannot work.
+    Other sections belong to the program that will run, and are not looked at. Raises ConfigError if a section
+    is missing, a setting is unknown or cannot work, or a change is one of another section.
     """
     data = read_preset(path, overrides)
     missing = [name for name in _READ if name not in data]
     if missing:
         raise ConfigError(f"{path} has no section {', '.join(missing)}. Remedy: write it as in a preset")
-    shape = {name: value for name, value in data["model"].items() if name in ModelShape.model_fields}
-    # The section may say more, such as where the weights are; what is nearly one of the sizes is misspelled.
-    for name in data["model"].keys() - shape.keys():
-        for meant in difflib.get_close_matches(str(name), ModelShape.model_fields, n=1, cutoff=0.8):
-            raise ConfigError(f"model.{name} is no setting. Remedy: did you mean model.{meant}?")
+    for override in overrides:
+        if override.partition(".")[0] not in _READ:
+            raise ConfigError(
+                f"override {override!r}: a plan reads the sections {', '.join(_READ)} alone. "
+                "Remedy: leave it out, or ask the program that reads it"
+            )
     return plan_run(
-        TrainEngineConfig.load(data["actor"]), RolloutConfig.load(data["rollout"]), ModelShape.load(shape)
+        load_section(TrainEngineConfig, data, "train"),
+        load_section(RolloutConfig, data, "rollout"),
+        load_section(ModelShape, data, "model"),
     )
 
 
