@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import shlex
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -15,7 +14,7 @@ from rich.table import Table
 
 from awex_delta.cli.output import JsonOption, print_json, refuse, stdout_kept
 from awex_delta.errors import ConfigError
-from awex_delta.presets.files import ModelShape, find_preset, read_preset
+from awex_delta.presets.files import ModelShape, find_preset, load_section, read_preset
 from awex_delta.presets.forecast import ENCODINGS, SHARES, Memory, RunPlan, plan_run
 from awex_delta.presets.seconds import (
     LINKS,
@@ -29,15 +28,14 @@ from awex_delta.settings.resolve import RolloutConfig, TrainEngineConfig
 app = typer.Typer(add_completion=False)
 
 _MAX_SHOWN = 8  # ranks of a group, and groups
-_READ = ("actor", "rollout", "model")  # sections
-_PRESETS = Path(__file__).parents[2] / "examples" / "gsm8k_grpo"
+_READ = ("train", "rollout", "model")  # sections
 
 
 @app.command()
 def plan(
-    preset: Annotated[str, typer.Argument(help="A YAML file, or the name of a preset of the example.")],
+    preset: Annotated[str, typer.Argument(help="A YAML file, or the name of a preset: qwen3_30b_a3b.")],
     overrides: Annotated[
-        list[str] | None, typer.Argument(help="Changes, such as actor.weight_update_delta_encoding=ulp.")
+        list[str] | None, typer.Argument(help="Changes, such as train.weight_update_delta_encoding=ulp.")
     ] = None,
     link: Annotated[
         list[str] | None,
@@ -65,13 +63,10 @@ def plan(
     """
     try:
         with stdout_kept(as_json):
-            found = plan_preset(find_preset(preset, _PRESETS), overrides or (), changed or SHARES)
+            found = plan_preset(find_preset(preset), overrides or (), changed or SHARES)
             seconds = seconds_by_link(found, link or LINKS, memory * 1e9)
     except ConfigError as error:
         refuse("plan", error)
-    unread = [one for one in overrides or () if one.partition(".")[0] not in _READ]
-    if unread:
-        typer.echo(f"awex-delta plan: not part of a plan, so not checked: {', '.join(unread)}", err=True)
     if as_json:
         print_json(as_data(found) | {"seconds": [asdict(row) for row in seconds]})
     else:
@@ -79,25 +74,27 @@ def plan(
 
 
 def plan_preset(path: Path, overrides: Sequence[str] = (), shares: Sequence[float] = SHARES) -> RunPlan:
-    """The plan of a preset: its sections `actor`, `rollout` and `model`, after dotted changes.
+    """The plan of a preset: its sections `train`, `rollout` and `model`, after dotted changes.
 
     shares: of changed elements, for which the bytes of a delta are said.
 
-    Raises ConfigError if a section is missing, or a setting cannot work.
+    Other sections belong to the program that will run, and are not looked at. Raises ConfigError if a section
+    is missing, a setting is unknown or cannot work, or a change is one of another section.
     """
     data = read_preset(path, overrides)
     missing = [name for name in _READ if name not in data]
     if missing:
         raise ConfigError(f"{path} has no section {', '.join(missing)}. Remedy: write it as in a preset")
-    shape = {name: value for name, value in data["model"].items() if name in ModelShape.model_fields}
-    # The section may say more, such as where the weights are; what is nearly one of the sizes is misspelled.
-    for name in data["model"].keys() - shape.keys():
-        for meant in difflib.get_close_matches(str(name), ModelShape.model_fields, n=1, cutoff=0.8):
-            raise ConfigError(f"model.{name} is no setting. Remedy: did you mean model.{meant}?")
+    for override in overrides:
+        if override.partition(".")[0] not in _READ:
+            raise ConfigError(
+                f"override {override!r}: a plan reads the sections {', '.join(_READ)} alone. "
+                "Remedy: leave it out, or ask the program that reads it"
+            )
     return plan_run(
-        TrainEngineConfig.load(data["actor"]),
-        RolloutConfig.load(data["rollout"]),
-        ModelShape.load(shape),
+        load_section(TrainEngineConfig, data, "train"),
+        load_section(RolloutConfig, data, "rollout"),
+        load_section(ModelShape, data, "model"),
         shares,
     )
 

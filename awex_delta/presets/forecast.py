@@ -164,9 +164,9 @@ def plan_run(
     resolved = resolve(train, rollout)
     if resolved.topology is None:
         raise ConfigError(
-            "actor.enable_delta_weight_update = False: there is no delta to plan. Remedy: set it to true"
+            "train.enable_delta_weight_update = False: there is no delta to plan. Remedy: set it to true"
         )
-    _check_size("actor.backend", train.backend, resolved.topology.trainer)
+    _check_size("train.backend", train.backend, resolved.topology.trainer)
     _check_size("rollout.backend", rollout.backend, resolved.topology.engine)
     _check_division(resolved.topology, shape)
     return _plan(resolved, resolved.topology, shape, shares)
@@ -264,10 +264,10 @@ def _check_size(field: str, value: str, allocation: Allocation) -> None:
 def _check_division(topology: Topology, shape: ModelShape) -> None:
     trainer, experts, engine = topology.trainer.layout, topology.trainer.experts, topology.engine.layout
     wanted = [
-        ("num_attention_heads", shape.num_attention_heads, "actor.backend", "t", trainer.tensor),
-        ("num_key_value_heads", shape.num_key_value_heads, "actor.backend", "t", trainer.tensor),
-        ("num_hidden_layers", shape.num_hidden_layers, "actor.backend", "p", trainer.pipeline),
-        ("num_experts", shape.num_experts, "actor.backend", "e", experts.expert if experts else 1),
+        ("num_attention_heads", shape.num_attention_heads, "train.backend", "t", trainer.tensor),
+        ("num_key_value_heads", shape.num_key_value_heads, "train.backend", "t", trainer.tensor),
+        ("num_hidden_layers", shape.num_hidden_layers, "train.backend", "p", trainer.pipeline),
+        ("num_experts", shape.num_experts, "train.backend", "e", experts.expert if experts else 1),
         ("num_attention_heads", shape.num_attention_heads, "rollout.backend", "t", engine.tensor),
         ("num_hidden_layers", shape.num_hidden_layers, "rollout.backend", "p", engine.pipeline),
     ]
