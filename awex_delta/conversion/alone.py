@@ -72,7 +72,8 @@ def check_conversion(
             raise UnsupportedError(f"AWEX's converter joins {info.param} with another parameter")
         if info.trained and not first:
             raise UnsupportedError(
-                f"AWEX's converter drops {info.param}, which is trained: engines would never get it; freeze it"
+                f"AWEX's converter drops {info.param}, which is trained, so that engines would never get it: "
+                "freeze it, or build the model without it"
             )
         for name, _ in first:
             if name in source:

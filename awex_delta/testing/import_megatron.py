@@ -1,9 +1,9 @@
 """Import megatron-core 0.18 and later beside a torch that is built for CPUs, and on Python 3.11.
 
-One of its modules imports Triton whatever is installed, for kernels that only a GPU runs; so does the package
-of its Muon, which also takes a name from `typing` that came with Python 3.12. Those modules alone get stand-ins,
-with which they can be imported; their kernels then fail when they are called. For all other modules, those of
-torch among them, Triton stays absent.
+One of its modules imports Triton whatever is installed, for kernels that only a GPU runs. So does the
+package of its Muon, which also takes a name from `typing` that came with Python 3.12. Those modules alone
+get stand-ins, with which they can be imported; their kernels then fail when they are called. For all other
+modules, those of torch among them, Triton stays absent.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ import typing_extensions
 # The first stands in 0.18, the second in later releases.
 _MODULES = ("megatron.core.transformer.moe.paged_stash", "megatron.core.transformer.moe.ops.paged_stash")
 _PACKAGE = "emerging_optimizers"
-_STAND_INS = {
-    "triton": SimpleNamespace(
-        jit=lambda kernel: kernel,
-        autotune=lambda **_: lambda kernel: kernel,
-        Config=dict,
-        language=SimpleNamespace(constexpr=int),
-    ),
-    "typing": typing_extensions,
-}
+_NO_TRITON = SimpleNamespace(
+    jit=lambda kernel: kernel,
+    autotune=lambda **_: lambda kernel: kernel,
+    Config=dict,
+    language=SimpleNamespace(constexpr=int),
+)
+_STAND_INS: dict[str, Any] = {"typing": typing_extensions}
+if importlib.machinery.PathFinder.find_spec("triton") is None:
+    _STAND_INS["triton"] = _NO_TRITON
 
 
 class _Loader(importlib.machinery.SourceFileLoader):
@@ -50,9 +50,8 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def install() -> None:
-    """Let megatron-core be imported. Nothing happens where Triton is installed, or in a second call."""
-    there = importlib.machinery.PathFinder.find_spec("triton") is not None
-    if not there and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+    """Let megatron-core be imported from now on. May be called again."""
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
 
 

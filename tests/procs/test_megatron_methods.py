@@ -49,7 +49,12 @@ def in_host_memory(spec: TinySpec) -> TinyTrainer:
     """HybridDeviceOptimizer: masters and moments are in host memory. What is bf16 plays the device."""
     on_device = property(lambda tensor: tensor.dtype == torch.bfloat16)
     with (
-        with_config(optimizer_cpu_offload=True, optimizer_offload_fraction=1.0, pin_cpu_grads=False, use_precision_aware_optimizer=True),
+        with_config(
+            optimizer_cpu_offload=True,
+            optimizer_offload_fraction=1.0,
+            pin_cpu_grads=False,
+            use_precision_aware_optimizer=True,
+        ),
         patch.object(optimizer_config, "is_te_min_version", lambda *_: True),
         patch.object(torch.Tensor, "is_cuda", on_device),
         patch.object(torch.Tensor, "pin_memory", lambda tensor: tensor),
