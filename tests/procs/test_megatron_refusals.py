@@ -13,7 +13,6 @@ from megatron.core import parallel_state as mpu
 from megatron.core.distributed import FullyShardedDataParallel, TorchFullyShardedDataParallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
-from megatron.core.transformer.module import MegatronModule
 
 from awex_delta.conversion.alone import check_conversion
 from awex_delta.errors import UnsupportedError
@@ -31,7 +30,7 @@ class Quantised(torch.Tensor):
     """As Transformer Engine's quantised tensors and DTensors: a class of its own that says bf16."""
 
 
-class WithPrediction(GPTModel):
+class WithPrediction(GPTModel):  # type: ignore[misc]  # Megatron has no types
     """With one layer that predicts the token after the next."""
 
     def __init__(self, *, config: Any, transformer_layer_spec: Any, **rest: Any) -> None:
@@ -46,7 +45,7 @@ def norm(tiny: TinyTrainer) -> Any:
     return tiny.chunks[0].module.decoder.final_layernorm
 
 
-def wrapped_in(kind: type[MegatronModule]) -> Callable[[TinyTrainer], None]:
+def wrapped_in(kind: Any) -> Callable[[TinyTrainer], None]:
     """Neither class is built here: Megatron-FSDP wants a device, and what is refused is the class."""
 
     def wrap(tiny: TinyTrainer) -> None:
