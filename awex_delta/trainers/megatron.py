@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 
-from awex_delta.conversion.alone import Alone
+from awex_delta.conversion.alone import check_conversion
 from awex_delta.detection.baselines import Baselines
 from awex_delta.detection.optimizers import SteppedParams, moments, part_of, step_counts
 from awex_delta.detection.slices import Detection, OwnedSlice, param_key
@@ -23,7 +23,7 @@ from awex_delta.trainers.megatron_layout import (
     OwnedPart,
     Shard,
     canonical_name,
-    check_tying,
+    check_model,
     global_layer_ids,
     named_parameters,
     optimizer_shards,
@@ -66,7 +66,7 @@ class MegatronTrainer:
         self._read_weights(shards)
         self._owned = tuple(self._find_owned())
         self._watched = self._stepped_by_optimizer()
-        self._check_conversion()
+        check_conversion(self._infos.values(), self.convert)
         self._baselines = Baselines(self.owned_slices, self._watched, settings)
         self._baseline = self._baselines.add()
 
@@ -92,12 +92,13 @@ class MegatronTrainer:
             router_dtype: dtype of the router weight in the engines: "bf16", "fp16" or "fp32".
 
         Raises:
-            UnsupportedError: a trainable parameter is stepped by no optimizer, AWEX cannot convert a
-                weight, lm_head is tied in `hf_config` alone, or Megatron's objects lack something that
-                is needed.
+            UnsupportedError: a trainable parameter is stepped by no optimizer, AWEX cannot convert a weight
+                or drops one that is trained, a rank holds parts of weights (FSDP, generalized tensor
+                parallelism), lm_head is tied in `hf_config` alone, or Megatron's objects lack something
+                that is needed.
         """
         text = hf_config.get_text_config()
-        check_tying(model_chunks, tied=text.tie_word_embeddings)
+        check_model(model_chunks, tied=text.tie_word_embeddings)
         info = rank_info()
         converter = converter_of(
             hf_config,
@@ -321,20 +322,3 @@ class MegatronTrainer:
             owned_stop=0 if part is None else part.stop,
             trained=shard is not None,
         )
-
-    def _check_conversion(self) -> None:
-        """Convert every weight once without data, so that nothing is found missing during an update."""
-        source: dict[str, str] = {}
-        for key, info in self._infos.items():
-            meta = torch.empty(info.shape, dtype=info.dtype, device="meta")
-            try:
-                with Alone(info.param):
-                    first, second = self.convert(key, meta), self.convert(key, meta)
-            except (NotImplementedError, ValueError, RuntimeError, AssertionError) as error:
-                raise UnsupportedError(f"AWEX cannot convert {info.param} {info.shape}: {error}") from error
-            if [(name, out.shape) for name, out in first] != [(name, out.shape) for name, out in second]:
-                raise UnsupportedError(f"AWEX's converter joins {info.param} with another parameter")
-            for name, _ in first:
-                if name in source:
-                    raise UnsupportedError(f"{name} would be made of both {source[name]} and {info.param}")
-                source[name] = info.param
