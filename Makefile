@@ -81,10 +81,7 @@ format: .venv/.installed-dev
 
 # Pages that are generated from the code. A contract test fails when one is out of date.
 docs: .venv/.installed-dev
-	$(BIN)/python scripts/configuration_page.py > docs/en/configuration.md
-	$(BIN)/python scripts/reasons_page.py > docs/en/reasons.md
-	$(BIN)/python scripts/cli_page.py > docs/en/cli.md
-	$(BIN)/python -W ignore -m scripts.pays_table
+	$(BIN)/python -W ignore -m scripts.generated
 
 # The pages as a site in build/site, English and Chinese, with every link checked.
 site: .venv/.installed-dev

@@ -1,4 +1,4 @@
-"""Print docs/en/reasons.md: every reason for a full sync and every exception, with what to do about it."""
+"""docs/en/reasons.md: every reason for a full sync and every exception, with what to do about it."""
 
 from __future__ import annotations
 
@@ -322,7 +322,3 @@ def _bases(error: type[Exception]) -> str:
 
 def _first_line(error: type[Exception]) -> str:
     return (inspect.getdoc(error) or "").partition("\n")[0]
-
-
-if __name__ == "__main__":
-    print(page(), end="")

@@ -11,6 +11,7 @@ import pytest
 from pydantic import BaseModel
 
 import awex_delta
+from awex_delta import errors
 from awex_delta.settings.resolve import RolloutConfig, SchedulingStrategy, TrainEngineConfig
 from tests.contract.sources import PACKAGE, ROOT, package_sources
 
@@ -24,8 +25,8 @@ PUBLIC_NAMES = {
     *("scrub_worker_environment", "settings_from_environment"),
     *("TrainerView", "EngineView", "EngineTensor"),
     *("DeltaSettings", "UpdateStats", "Verdict", "Kind", "Reason"),
-    *("AwexDeltaError", "ConfigError", "ConnectError"),
-    *("UpdateError", "UpdateAborted", "LockstepError", "PeerError"),
+    *("PartCount", "SglangDriver", "VllmDriver", "TorchAdamWTrainer"),
+    *(name for name, value in vars(errors).items() if isinstance(value, type)),
 }
 
 TRAIN_SETTINGS = {

@@ -50,7 +50,10 @@ RUN_HERE = {
     *(f"docs/en/{name}.md" for name in ("configuration", "disk", "gateway", "integration", "operations")),
     *(f"docs/en/{name}.md" for name in ("report", "sglang", "targets", "trainers")),
 }
-RUN_ELSEWHERE = {"docs/en/vllm.md": "tests/procs/test_vllm.py"}
+RUN_ELSEWHERE = {
+    "docs/en/first.md": "tests/docs/test_first.py",
+    "docs/en/vllm.md": "tests/procs/test_vllm.py",
+}
 
 
 def test_every_page_with_programs_is_run() -> None:
