@@ -2,6 +2,7 @@
 
     megatron:d2p1t4                       data 2, pipeline 1, tensor 4: 8 ranks
     megatron:(attn:d2p1t4|ffn:d1p1e8)     the same 8 ranks, with experts spread over all of them
+    fsdp:d8    fsdp:d4t2                  FSDP2 over 8 ranks; over 4, each of 2 tensor-parallel ranks
     sglang:d2t4p1    vllm:d1t2            an inference engine
 
 Letters stand in any order, each at most once; a missing letter means 1.
@@ -15,12 +16,13 @@ from dataclasses import dataclass
 
 from awex_delta.errors import ConfigError
 
-TRAINER_BACKENDS = ("megatron",)
+TRAINER_BACKENDS = ("megatron", "fsdp")
 ENGINE_BACKENDS = ("sglang", "vllm", "transformers")
 
 _DIMENSIONS = {"d": "data", "p": "pipeline", "t": "tensor", "c": "context", "e": "expert"}
 _TRAINER_LETTERS = "dptc"
 _EXPERT_LETTERS = "dpte"
+_FSDP_LETTERS = "dtp"
 _ENGINE_LETTERS = "dpt"
 
 _HYBRID = re.compile(r"\(attn:(?P<attn>[^|()]*)\|ffn:(?P<ffn>[^|()]*)\)")
@@ -94,6 +96,13 @@ def parse_allocation(text: str, *, backends: Collection[str]) -> Allocation:
                 f"{text!r} splits a transformers model, which runs whole; write for example 'd2'"
             )
         return Allocation(backend=backend, layout=layout)
+    if backend == "fsdp":
+        layout = _parse_layout(text, offset, body, _FSDP_LETTERS)
+        if layout.pipeline > 1:
+            raise ConfigError(
+                f"{text!r} has p{layout.pipeline}, but FSDP2 has no stages; write for example 'fsdp:d4'"
+            )
+        return Allocation(backend=backend, layout=layout)
     if not body.startswith("("):
         return Allocation(backend=backend, layout=_parse_layout(text, offset, body, _TRAINER_LETTERS))
     return _parse_hybrid(text, offset, backend)
@@ -148,6 +157,8 @@ def _hint(letter: str, letters: str) -> str:
     """Where expert parallelism goes instead, since each backend takes it elsewhere."""
     if letter != "e":
         return ""
+    if letters == _FSDP_LETTERS:
+        return "; FSDP2 shards experts as it does all parameters"
     if letters == _TRAINER_LETTERS:
         return "; expert parallelism goes into the ffn half: 'megatron:(attn:d2p1t4|ffn:d1p1e8)'"
     return "; an engine spreads experts over its tensor-parallel ranks, as its own arguments say"
