@@ -184,9 +184,8 @@ def _check_memory(name: str, tensor: DTensor) -> None:
         )
     if here.device.type != tensor.device_mesh.device_type:
         raise UnsupportedError(
-            f"{name} lies on {here.device}, its mesh on {tensor.device_mesh.device_type} (offload_policy="
-            "CPUOffloadPolicy): parameters that live in host memory are not served. Remedy: call fully_shard "
-            "without offload_policy"
+            f"{name} lies on {here.device}, its mesh on {tensor.device_mesh.device_type}. Remedy: call "
+            "fully_shard without offload_policy=CPUOffloadPolicy(), and load weights that are on meta first"
         )
 
 

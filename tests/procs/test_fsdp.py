@@ -1,4 +1,4 @@
-"""Trainings under FSDP2, each rank a process: engines hold what FSDP would gather, and nothing is gathered."""
+"""Trainings under FSDP2, each rank a process: engines hold what FSDP would gather, yet none gathers."""
 
 from __future__ import annotations
 
@@ -79,9 +79,7 @@ def follow(me: Rank, spec: FsdpSpec, settings: DeltaSettings, port: int) -> list
             stats = sender.update_weights(version)
         whole = training.truth()
         sent.append(
-            Sent(
-                truth=whole if me.rank == NUM_ENGINES else {}, stats=stats, num_gathers=count.num_calls
-            )
+            Sent(truth=whole if me.rank == NUM_ENGINES else {}, stats=stats, num_gathers=count.num_calls)
         )
     sender.close()
     return sent
@@ -162,7 +160,9 @@ def check_versions(spec: FsdpSpec, settings: DeltaSettings) -> list[list[Sent]]:
         assert sent.stats.verified == "full"
         assert not any(one[version].num_gathers for one in trainers), "each rank sends its own part"
         if before:
-            assert any(not bits(before[n]).equal(bits(truth[n])) for n in truth), "each step changes something"
+            assert any(not bits(before[n]).equal(bits(truth[n])) for n in truth), (
+                "each step changes something"
+            )
         before = truth
     return trainers
 
@@ -186,9 +186,7 @@ MANY = FsdpSpec(mesh=(4,), vocab_size=3, wrapped="pair", reshard=False, layers=1
         pytest.param(
             FsdpSpec(frozen="model.embed", layers=1), "snapshot", id="frozen embedding", marks=pytest.mark.all
         ),
-        pytest.param(
-            FsdpSpec(mesh=(4,), experts=6, layers=1), "adamw", id="experts", marks=pytest.mark.all
-        ),
+        pytest.param(FsdpSpec(mesh=(4,), experts=6, layers=1), "adamw", id="experts", marks=pytest.mark.all),
         pytest.param(
             FsdpSpec(mesh=(2, 2), tensor=True), "adamw", id="tensor parallelism", marks=pytest.mark.all
         ),
