@@ -134,7 +134,7 @@ class FsdpTrainer:
                     f"{key}: the model has another parameter than its optimizer steps. Remedy: put it back, "
                     "or make the optimizer for the model as it is, and attach again"
                 )
-        return local(tensor).detach()
+        return local(tensor)
 
     def owned_slices(self) -> list[OwnedSlice]:
         """The parts that this rank steps."""
