@@ -16,6 +16,7 @@ from tests.contract.sources import PACKAGE, ROOT, package_sources
 
 PUBLIC_NAMES = {
     "__version__",
+    *("attach_fsdp", "attach_fsdp_disk"),
     *("attach_megatron_disk", "attach_transformers_disk", "DiskReader", "DiskWriter"),
     *("attach_megatron", "attach_transformers", "Sender", "Receiver", "Rendezvous", "host_store"),
     *("RunLog", "read_run"),

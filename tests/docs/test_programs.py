@@ -50,7 +50,10 @@ RUN_HERE = {
     *(f"docs/en/{name}.md" for name in ("configuration", "disk", "gateway", "integration", "report")),
     *(f"docs/en/{name}.md" for name in ("sglang", "targets", "trainers")),
 }
-RUN_ELSEWHERE = {"docs/en/vllm.md": "tests/procs/test_vllm.py"}
+RUN_ELSEWHERE = {
+    "docs/en/fsdp.md": "tests/procs/test_fsdp_streams.py",
+    "docs/en/vllm.md": "tests/procs/test_vllm.py",
+}
 
 
 def test_every_page_with_programs_is_run() -> None:
