@@ -236,7 +236,8 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     """What this rank holds of a DTensor, live and without gradients; any other tensor as it is."""
     if not hasattr(tensor, "to_local"):
         return tensor
-    part: torch.Tensor = tensor._local_tensor  # noqa: SLF001 - `to_local` makes a new tensor at each call
+    sharded: Any = tensor
+    part: torch.Tensor = sharded._local_tensor  # noqa: SLF001 - `to_local` makes a new tensor at each call
     return part
 
 

@@ -22,7 +22,7 @@ ENGINE_BACKENDS = ("sglang", "vllm", "transformers")
 _DIMENSIONS = {"d": "data", "p": "pipeline", "t": "tensor", "c": "context", "e": "expert"}
 _TRAINER_LETTERS = "dptc"
 _EXPERT_LETTERS = "dpte"
-_FSDP_LETTERS = "dtp"
+_FSDP_LETTERS = "dtcp"
 _ENGINE_LETTERS = "dpt"
 
 _HYBRID = re.compile(r"\(attn:(?P<attn>[^|()]*)\|ffn:(?P<ffn>[^|()]*)\)")

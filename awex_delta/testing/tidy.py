@@ -82,7 +82,7 @@ def _leave_groups() -> None:
 
 def _forget_meshes() -> None:
     """Clear what DTensor caches by mesh: an equal mesh of the next job finds this process at another rank."""
-    _clear_sharding_prop_cache()
+    _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
     _redistribute.clear_redistribute_planner_cache()
     _redistribute._gen_transform_infos.cache_clear()
 

@@ -129,7 +129,9 @@ def part_of(name: str, tensor: DTensor) -> HfPart:
     """
     mesh, offset, size = tensor.device_mesh, [0] * tensor.dim(), list(tensor.shape)
     coordinate, cuts = mesh.get_coordinate(), _cuts(tensor)
-    for number, dim in cuts if coordinate is not None and cuts is not None else ():
+    for number, dim in cuts or ():
+        if coordinate is None:  # a rank outside of the mesh
+            break
         chunk = -(-size[dim] // mesh.size(number))
         start = min(coordinate[number] * chunk, size[dim])
         offset[dim], size[dim] = offset[dim] + start, min(chunk, size[dim] - start)

@@ -177,6 +177,9 @@ class Absent:
             raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
 
 sys.meta_path.insert(0, Absent())
+# A trainer under FSDP2 needs Megatron for `import awex` alone.
+importlib.import_module({PACKAGE + ".trainers.fsdp"!r})
+assert not [name for name in sys.modules if name.partition(".")[0] in ("awex", "megatron")]
 package = importlib.import_module({PACKAGE!r})
 for module in pkgutil.walk_packages(package.__path__, {PACKAGE + "."!r}):
     if module.name not in {NEED_AN_OPTIONAL_PACKAGE!r}:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -35,6 +35,7 @@ class FsdpSpec:
     vocab_size: rows of the embedding; 101 over several ranks is uneven.
     experts: more than 0 makes it a mixture of experts.
     kind: Adam's state can be inverted, momentum's cannot; `bf16` steps bf16 parameters without masters.
+    columns: matrices are cut along their second dimension.
     frozen: parameters whose name begins so are not trained; none when empty.
     """
 
@@ -49,6 +50,7 @@ class FsdpSpec:
     frozen: str = ""
     reshard: bool | None = None
     tensor: bool = False
+    columns: bool = False
     param_dtype: torch.dtype | None = torch.bfloat16
     kind: Literal["adamw", "fused", "momentum", "bf16"] = "adamw"
     lr: float = 3e-6
@@ -127,6 +129,8 @@ def shard(model: Any, spec: FsdpSpec) -> None:
     if spec.tensor:
         mesh = _split(model, mesh)
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "reshard_after_forward": spec.reshard}
+    if spec.columns:
+        options["shard_placement_fn"] = lambda param: Shard(1) if param.dim() == 2 else None
     layers: Sequence[nn.Module] = model.model.layers if spec.wrapped != "none" else ()
     for layer in layers:
         fully_shard(layer, **options)

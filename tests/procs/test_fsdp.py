@@ -190,6 +190,7 @@ MANY = FsdpSpec(mesh=(4,), vocab_size=3, wrapped="pair", reshard=False, layers=1
         pytest.param(
             FsdpSpec(mesh=(2, 2), tensor=True), "adamw", id="tensor parallelism", marks=pytest.mark.all
         ),
+        pytest.param(FsdpSpec(columns=True), "adamw", id="columns", marks=pytest.mark.all),
         pytest.param(FsdpSpec(kind="momentum"), "capture", id="momentum", marks=pytest.mark.all),
         pytest.param(FsdpSpec(kind="fused"), "adamw", id="fused", marks=pytest.mark.all),
     ],

@@ -49,7 +49,7 @@ def weights_of(model: Any) -> State:
 
 def stream(me: Rank, port: int, url: str) -> list[State]:
     """Engines: their weights after each version. Trainers: the policy, then its average, of each version."""
-    counts = {"num_trainer_ranks": SPEC.num_ranks, "port": port}
+    counts: dict[str, Any] = {"num_trainer_ranks": SPEC.num_ranks, "port": port}
     places = [Rendezvous(num_engine_ranks=1, name=name, **counts) for name in ("student", "teacher")]
     if me.rank < NUM_ENGINES:
         model = new_model()

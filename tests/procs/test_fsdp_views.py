@@ -216,7 +216,7 @@ def check_refusals(me: Rank) -> None:
         UnsupportedError, match=r"w: placements=.*Partial.*Remedy: train on a mesh of fully_shard"
     ):
         part_of("w", tensor)
-    odd = DTensor.from_local(torch.zeros(2, 2), mesh, [Shard(0)], shape=(3, 2), stride=(2, 1))
+    odd = DTensor.from_local(torch.zeros(2, 2), mesh, [Shard(0)], shape=torch.Size((3, 2)), stride=(2, 1))
     with pytest.raises(UnsupportedError, match=r"w: .*holds \(2, 2\) of \(3, 2\)"):
         part_of("w", odd)
 
