@@ -1,4 +1,4 @@
-"""Trainers that say which parts of HF tensors they hold: copies are numbered, and what is no copy is refused."""
+"""Trainers that say which parts of HF tensors they hold: copies of them are numbered, or refused."""
 
 from __future__ import annotations
 
