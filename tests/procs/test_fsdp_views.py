@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from awex_delta.detection.optimizers import local
 from awex_delta.errors import UnsupportedError, WeightsAwayError
 from awex_delta.folder.writer import DiskWriter
+from awex_delta.gateway.adapters import trainer_side
 from awex_delta.protocol.rendezvous import Rendezvous
 from awex_delta.protocol.verdict import Reason
 from awex_delta.settings.agreed import DeltaSettings
@@ -39,9 +40,9 @@ def live(training: FsdpTraining) -> Mapping[str, torch.Tensor]:
     return {f"0/{name}": local(param) for name, param in training.model.named_parameters()}
 
 
-def check_contract(me: Rank, method: Any) -> None:
+def check_contract(me: Rank, options: dict[str, Any]) -> None:
     me.init_gloo(rank=me.rank, world_size=me.world_size)
-    settings = DeltaSettings(method=method, verify="full")
+    settings = DeltaSettings(verify="full", **options)
     for place, case in enumerate(CASES):
         training = FsdpTraining(SPEC, 0)
         view = training.attach(settings)
@@ -55,15 +56,16 @@ def check_contract(me: Rank, method: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "method",
+    "options",
     [
-        "adamw",
-        pytest.param("capture", marks=pytest.mark.all),
-        pytest.param("snapshot", marks=pytest.mark.all),
+        pytest.param({}, id="adamw"),
+        pytest.param({"accumulate": True}, id="accumulate", marks=pytest.mark.all),
+        pytest.param({"method": "capture"}, id="capture", marks=pytest.mark.all),
+        pytest.param({"method": "snapshot"}, id="snapshot", marks=pytest.mark.all),
     ],
 )
-def test_contract(method: str) -> None:
-    run_ranks(check_contract, 1, method)
+def test_contract(options: dict[str, Any]) -> None:
+    run_ranks(check_contract, 1, options)
 
 
 def check_what_happens_between_updates(me: Rank, method: Any) -> None:
@@ -237,6 +239,9 @@ def check_recipes(me: Rank) -> None:
     params = list(model.parameters())
     several = [torch.optim.AdamW(params[:3], lr=1e-6), torch.optim.SGD(params[3:], lr=1e-3)]
     model.model.register_buffer("scale", torch.ones(3))
+    with pytest.raises(UnsupportedError, match="a model under fully_shard needs hf_config"):
+        trainer_side(model, several)
+    assert trainer_side(model, several, hf_config=hf_config(SPEC)).kind == "FSDP2"
     settings = DeltaSettings(method="capture")
     view = FsdpTrainer.attach(model, several, hf_config(SPEC), settings=settings)
     assert {info.param: info.dtype for info in view.weights() if not info.trained} == {
