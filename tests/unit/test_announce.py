@@ -18,11 +18,12 @@ from awex_delta.errors import ConnectError
 from awex_delta.plan import columns
 from awex_delta.plan.announce import Announced, announced, dump_failure, dump_spec, load_layout
 from awex_delta.plan.columns import pack, pack_shapes, unpack, unpack_shapes
-from awex_delta.plan.describe import EngineColumns, Spec, TrainerColumns
+from awex_delta.plan.describe import EngineColumns, Spec, TrainerColumns, TrainerSpec
 from tests.unit.worlds import NORM, Model, engines, trainers
 
 MODEL = Model(layers=1)
-TRAINER: Spec = trainers(MODEL, dp=2, ep=2, whole=[NORM], uneven=True)[1].spec
+TRAINER = trainers(MODEL, dp=2, ep=2, whole=[NORM], uneven=True)[1].spec
+assert isinstance(TRAINER, TrainerSpec)
 ENGINE: Spec = engines(MODEL, tp=2)[1].spec
 PLACED = replace(
     TRAINER,
@@ -318,4 +319,4 @@ def test_parts_that_do_not_lie_inside_their_tensors_are_refused(field: str) -> N
         with pytest.raises(
             ConnectError, match="trainer rank 1: its parts of HF tensors do not lie inside them"
         ):
-            completed(replace(PLACED, **{field: tuple(other)}))
+            completed(replace(PLACED, **{field: tuple(other)}))  # type: ignore[arg-type]
