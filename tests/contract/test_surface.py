@@ -17,6 +17,7 @@ from tests.contract.sources import PACKAGE, ROOT, package_sources
 
 PUBLIC_NAMES = {
     "__version__",
+    *("attach_fsdp", "attach_fsdp_disk"),
     *("attach_megatron_disk", "attach_transformers_disk", "DiskReader", "DiskWriter"),
     *("attach_megatron", "attach_transformers", "Sender", "Receiver", "Rendezvous", "host_store"),
     *("RunLog", "read_run"),
@@ -177,6 +178,9 @@ class Absent:
             raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
 
 sys.meta_path.insert(0, Absent())
+# A trainer under FSDP2 needs Megatron for `import awex` alone.
+importlib.import_module({PACKAGE + ".trainers.fsdp"!r})
+assert not [name for name in sys.modules if name.partition(".")[0] in ("awex", "megatron")]
 package = importlib.import_module({PACKAGE!r})
 for module in pkgutil.walk_packages(package.__path__, {PACKAGE + "."!r}):
     if module.name not in {NEED_AN_OPTIONAL_PACKAGE!r}:

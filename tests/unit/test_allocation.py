@@ -26,11 +26,13 @@ sizes = st.integers(min_value=1, max_value=64)
         ("megatron:d3", Parallelism(data=3), 3),
         ("megatron:c2p3t4d5", Parallelism(data=5, pipeline=3, tensor=4, context=2), 120),
         ("megatron:d128", Parallelism(data=128), 128),
+        ("fsdp:d4p1t1", Parallelism(data=4), 4),
+        ("fsdp:d4t2c2", Parallelism(data=4, tensor=2, context=2), 16),
     ],
 )
 def test_trainer_allocations(text: str, layout: Parallelism, world_size: int) -> None:
     allocation = parse_allocation(text, backends=TRAINER_BACKENDS)
-    assert allocation == Allocation(backend="megatron", layout=layout)
+    assert allocation == Allocation(backend=text.partition(":")[0], layout=layout)
     assert allocation.world_size == world_size
 
 
@@ -73,10 +75,12 @@ def test_context_parallel_ranks_count_on_the_attention_half() -> None:
         ("megatron", ["'megatron'", "no dimensions"]),
         ("megatron:", ["'megatron:'", "no dimensions"]),
         ("ddp:d8", ["backend 'ddp'", "'ddp:d8'", "megatron, fsdp, torch"]),
-        ("fsdp:d2t2", ["'fsdp:d2t2' splits a trainer that shards", "'fsdp:d2'"]),
+        ("fsdp:d4p2", ["'fsdp:d4p2' has p2", "FSDP2 has no stages", "'fsdp:d4'"]),
+        ("fsdp:d4e2", ["'e2' at character 8 ", "d (data), t (tensor), c (context)", "does all parameters"]),
+        ("fsdp:(attn:d2|ffn:e2)", ["'(' at character 6 "]),
         ("torch:t2", ["'torch:t2' splits a plain torch trainer", "'torch:d2'"]),
         ("torch:(attn:d2|ffn:d2)", ["'(' at character 7 "]),
-        ("fsdp:c2", ["'c2' at character 6 ", "d (data)"]),
+        ("torch:c2", ["'c2' at character 7 ", "d (data)"]),
         ("torch", ["'torch'", "no dimensions", "'torch:d2'"]),
         ("sglang:d8", ["backend 'sglang'", "megatron"]),
         ("Megatron:d8", ["backend 'Megatron'"]),

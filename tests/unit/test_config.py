@@ -150,6 +150,14 @@ CROSS_REFUSALS: list[tuple[Mapping[str, object], Mapping[str, object], list[str]
         ],
     ),
     (
+        {"backend": "fsdp:d4", "weight_update_release_grad_buffers": True},
+        {"backend": "vllm:t4"},
+        [
+            "train.weight_update_release_grad_buffers = True: FSDP2 keeps no gradient buffers",
+            "Remedy: set weight_update_release_grad_buffers: false",
+        ],
+    ),
+    (
         {"backend": "megatron:d2x2"},
         {},
         ["train.backend = 'megatron:d2x2'", "'x2' at character 12", "Remedy: write an allocation"],
