@@ -177,7 +177,7 @@ class StepCapture(Follower):
             moved += both
             index = nonzero(code)
             pos = Runs.of(piece.ranges()).to(index.device).in_line(index)
-            parts.append((piece, Changes(pos=pos, code=code.take(index))))
+            parts.append((piece, Changes(pos=pos, code=code.index_select(0, index))))
         self._seals[optimizer] = self._seals[optimizer].moved(cut, _pairs(moved))
         self._tell(Detection(changes=in_order(parts)))
 

@@ -21,16 +21,17 @@ import torch
 
 from awex_delta.lines.bits import MAX_STEP
 
-MOST = 1 << 20
+MOST = 1 << 21
 """So many weights are looked at together. A pass over them takes one more byte for each."""
 
 _MULTIPLIER = 0x2C1B3C6D
 _INFINITY = 0x7F800000
 # Shorter pieces gain nothing, and torch would compile again for sizes 0 and 1.
 _SHORTEST_COMPILED = 1 << 12
-# Longer expressions are split, and joined again in one loop. If every part of a loop reads bf16, inductor
-# doubles its vectors, and a compiler for CPUs takes the bits of those through memory: three times slower.
-_COMPILE_OPTIONS: dict[str, str | int | bool | Callable[..., object]] = {"realize_opcount_threshold": 12}
+# What is used several times and takes more operations than this is a part of its own, joined again with the
+# others in one loop. If all parts read bf16, inductor doubles the vectors, and a compiler for CPUs takes their bits
+# through memory, three times slower; if a sum is cut apart, there is a second loop.
+_LONGEST = {"moves": 20, "sums": 14}
 _COMPILER_FAILURES = (RuntimeError, OSError, ImportError, subprocess.SubprocessError)
 
 _log = logging.getLogger(__name__)
@@ -52,8 +53,8 @@ def moves(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """How far each weight moves, if it becomes its rounded master.
 
-    A weight that is not a number does not move if its master is none either: which NaN a cast makes of a NaN
-    depends on the device. Of a weight that becomes one, code and sums mean nothing, which its sum will show.
+    A weight whose master is not a number is taken to stay, as which NaN a cast makes of it depends on the
+    device. So a weight that stays NaN costs nothing, and one that becomes NaN shows in the sums.
 
     Args:
         old: bf16 [n].
@@ -65,8 +66,8 @@ def moves(
     """
     bits, now = new.float().view(torch.int32), old.float().view(torch.int32) >> 16
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-    neither = ((_INFINITY - (bits & 0x7FFFFFFF)) & ((_INFINITY >> 16) - (now & 0x7FFF))) >> 31
-    step = (_ordered(rounded) - _ordered(now)) & ~neither
+    is_nan = (_INFINITY - (bits & 0x7FFFFFFF)) >> 31
+    step = (_ordered(rounded) - _ordered(now)) & ~is_nan
     far = (MAX_STEP - step.abs()) >> 31
     return ((step & ~far) | (far << 7)).to(torch.int8), *_sums(step, factor)
 
@@ -98,7 +99,10 @@ def _compiled(
 ) -> Callable[..., Any] | None:
     """Compiled once in a process for all sizes; None if that fails."""
     try:
-        made: Callable[..., Any] = torch.compile(function, dynamic=True, options=_COMPILE_OPTIONS)
+        options: dict[str, str | int | bool | Callable[..., object]] = {
+            "realize_opcount_threshold": _LONGEST[function.__name__]
+        }
+        made: Callable[..., Any] = torch.compile(function, dynamic=True, options=options)
         # Distinct tensors, as later: if one stood for all, torch would compile for just that.
         made(*(torch.zeros(_SHORTEST_COMPILED, device=device_type, dtype=dtype) for dtype in dtypes))
     except _COMPILER_FAILURES as error:
