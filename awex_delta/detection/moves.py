@@ -29,7 +29,7 @@ _INFINITY = 0x7F800000
 # Shorter pieces gain nothing, and torch would compile again for sizes 0 and 1.
 _SHORTEST_COMPILED = 1 << 12
 # What is used several times and takes more operations than this is a part of its own, joined again with the
-# others in one loop. If all parts read bf16, inductor doubles the vectors, and a compiler for CPUs takes their
+# others in one loop. If all parts read bf16, inductor doubles its vectors, and compilers for CPUs take their
 # bits through memory, three times slower. If it is so few that a sum is cut apart, there is a second loop.
 _LONGEST = {"moves": 20, "sums": 14}
 _COMPILER_FAILURES = (RuntimeError, OSError, ImportError, subprocess.SubprocessError)
