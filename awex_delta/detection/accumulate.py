@@ -58,9 +58,9 @@ class Follower(ABC):
         """False while a full sync is due for all baselines. One that commits just now does not follow."""
         return any(baseline.follows for baseline in self._baselines)
 
-    def _tell(self, detection: Detection, also: AccumulatedBaseline | None = None) -> None:
+    def _tell(self, detection: Detection) -> None:
         for baseline in self._baselines:
-            if baseline.follows or baseline is also:
+            if baseline.follows:
                 baseline.add(detection)
 
     def _unhook(self) -> None:
