@@ -27,7 +27,7 @@ class Fp8Type(IntEnum):
 
 
 class Float8Tensor(torch.Tensor):
-    """A quantised tensor that says it is fp32. Whoever computes with it, instead of its numbers, fails here."""
+    """A quantised tensor that says it is fp32. Who computes with it, instead of its numbers, fails here."""
 
     _data: torch.Tensor
     _scale_inv: torch.Tensor
@@ -49,11 +49,10 @@ def keep(value: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.T
     if dtype not in _LARGEST:
         return value.to(dtype), None
     scale = (value.abs().max() / _LARGEST[dtype]).view(1)
-    inverse = torch.where(scale > 0, scale.reciprocal(), 0.0)
-    kept = value * inverse
-    if dtype is E4M3:
-        return kept.clamp(-448.0, 448.0).to(dtype), inverse.reciprocal()
-    return kept.to(dtype), scale
+    inverse = scale.reciprocal()
+    if dtype is E4M3:  # NaN, if all are zero
+        return (value * inverse).clamp(-448.0, 448.0).to(dtype), inverse.reciprocal()
+    return (value * torch.where(scale > 0, inverse, 0.0)).to(dtype), scale
 
 
 def read(kept: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
@@ -86,21 +85,29 @@ class FusedAdam(kernels.FusedAdam):
         exp_avg_dtype: torch.dtype = torch.float32,
         exp_avg_sq_dtype: torch.dtype = torch.float32,
         master_weights: bool = False,
+        master_weight_dtype: torch.dtype = torch.float32,
         store_param_remainders: bool = False,
+        use_decoupled_grad: bool = False,
         **options: Any,
     ) -> None:
-        super().__init__(params, **options)
-        self.dtypes = {"exp_avg": exp_avg_dtype, "exp_avg_sq": exp_avg_sq_dtype}
+        super().__init__(params, use_decoupled_grad=use_decoupled_grad, **options)
+        self.master_weight_dtype = master_weight_dtype
+        given = {"exp_avg": exp_avg_dtype, "exp_avg_sq": exp_avg_sq_dtype}
+        self.dtypes = {name: E4M3 if dtype is torch.uint8 else dtype for name, dtype in given.items()}
         self.master_weights, self.store_param_remainders = master_weights, store_param_remainders
         self._scales: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
 
     def initialize_state(self, param: torch.Tensor) -> None:
-        for name in self.dtypes:
-            self._put(param, name, torch.zeros(param.numel()))
+        for name, dtype in self.dtypes.items():
+            self._scales.setdefault(param, {})[name] = torch.ones(1)  # also where it is not used
+            zeros = torch.zeros(param.numel()).to(dtype)
+            self.state[param][name] = Float8Tensor.make(zeros, torch.ones(1)) if dtype is E4M3 else zeros
         if self.master_weights and param.dtype is torch.bfloat16:
             flat = param.detach().view(-1)
             self.state[param]["master_param"] = (
-                torch.zeros_like(flat, dtype=torch.int16) if self.store_param_remainders else flat.float()
+                torch.zeros_like(flat, dtype=torch.int16)
+                if self.store_param_remainders
+                else flat.to(self.master_weight_dtype)
             )
 
     def _step(self, param: torch.Tensor, grad: torch.Tensor, used: AdamWStep) -> None:
@@ -109,7 +116,7 @@ class FusedAdam(kernels.FusedAdam):
         state = self.state[param]
         m, v = (self._get(param, name) for name in self.dtypes)
         model, master = param.data.view(-1), state.get("master_param")
-        main = model if master is None else master
+        main = model if master is None else master.data.float()
         if master is not None and self.store_param_remainders:
             main = join(model, master)
         adamw_kernel_step(main, grad.float().reshape(-1), m, v, used, KernelForm())
@@ -119,6 +126,7 @@ class FusedAdam(kernels.FusedAdam):
             master.data.copy_(remainder)
         elif master is not None:
             model.copy_(main)
+            master.data.copy_(main)
         self._put(param, "exp_avg", m)
         self._put(param, "exp_avg_sq", v)
 
@@ -129,21 +137,12 @@ class FusedAdam(kernels.FusedAdam):
         return read(kept, self._scales[param][name] if kept.dtype is torch.float16 else None)
 
     def _put(self, param: torch.Tensor, name: str, value: torch.Tensor) -> None:
-        kept, scale = keep(value.view(-1), self.dtypes[name])
-        held = self.state[param].get(name)
-        # It has a scale for all that is not fp32, and never writes that of bf16.
-        scales = self._scales.setdefault(param, {})
-        if kept.dtype is torch.float16 and scale is not None:
-            scales[name] = scale
-        elif kept.dtype is not torch.float32:
-            scales.setdefault(name, torch.ones(1))
-        if kept.dtype is E4M3 and scale is not None:
-            if held is None:
-                self.state[param][name] = Float8Tensor.make(kept, scale)
-            else:
-                held._data.copy_(kept.view(torch.uint8))
-                held._scale_inv.copy_(scale)
-        elif held is None:
-            self.state[param][name] = kept.clone()
+        kept, scale = keep(value, self.dtypes[name])
+        held = self.state[param][name]
+        if isinstance(held, Float8Tensor):
+            held._data.copy_(kept.view(torch.uint8))
+            held._scale_inv.copy_(scale)  # type: ignore[arg-type]
         else:
             held.data.copy_(kept)
+        if scale is not None and not isinstance(held, Float8Tensor):
+            self._scales[param][name].copy_(scale)

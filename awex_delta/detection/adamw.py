@@ -120,12 +120,13 @@ class State:
     slack: torch.Tensor | None = None
 
     def pick(self, index: torch.Tensor) -> State:
-        """The elements at `index` (int64), copied, for `examine`."""
+        """The elements at `index` (int64), copied."""
         return State(
             main=self.main.take(index),
             exp_avg=self.exp_avg.take(index),
             exp_avg_sq=self.exp_avg_sq.take(index),
             weight=self.weight.take(index),
+            slack=None if self.slack is None else self.slack.take(index),
         )
 
 
@@ -216,15 +217,14 @@ def codes(
     Args:
         main, exp_avg, exp_avg_sq: fp32 [n].
         weight: bf16 [n].
-        coefficients: fp32 [9], of `Inversion.coefficients`.
-        slack: fp32 [n], as in `State`.
+        coefficients, slack: fp32 [9], of `Inversion.coefficients`; fp32 [n], as in `State`.
         is_split: ties were rounded away from zero, as where masters are made of weights (`stored.whole`).
 
     Returns:
         int8 [n], as `lines.bits.step_code` makes them of the old and the new weight: 0 for a weight that
         certainly did not change, and UNSTATED for one that moved far or whose old value is not certain.
     """
-    first, last = _old_masters(main, exp_avg, exp_avg_sq, coefficients, slack)
+    first, last = old_masters(main, exp_avg, exp_avg_sq, coefficients, slack)
     lowest, square = first.view(torch.int32), exp_avg_sq.view(torch.int32)
     low, high = _rounded(lowest, is_split), _rounded(last.view(torch.int32), is_split)
     now, master = weight.float().view(torch.int32) >> 16, _rounded(main.view(torch.int32), is_split)
@@ -262,19 +262,19 @@ def disproved(
         bool [n]. Elements for which there is no bound are not marked.
     """
     min_sq, max_sq = coefficients[7:].unbind()
-    low, high = _old_masters(main, exp_avg, exp_avg_sq, coefficients, slack)
+    low, high = old_masters(main, exp_avg, exp_avg_sq, coefficients, slack)
     bounded = (exp_avg_sq >= min_sq) & (exp_avg_sq <= max_sq) & (main.abs().view(torch.int32) <= _LARGEST)
     return bounded & ((before < low) | (before > high))
 
 
-def _old_masters(
+def old_masters(
     main: torch.Tensor,
     exp_avg: torch.Tensor,
     exp_avg_sq: torch.Tensor,
     coefficients: torch.Tensor,
     slack: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The interval that holds the masters before the step: fp32 [n] twice."""
+    """The interval that holds the masters before the step: fp32 [n] twice. Arguments as of `codes`."""
     root_scale, eps, update_scale, decay_scale, err_weight, err_update, err_floor, _, _ = (
         coefficients.unbind()
     )

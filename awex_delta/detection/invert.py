@@ -12,7 +12,7 @@ import functools
 import logging
 import subprocess
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -21,7 +21,7 @@ from awex_delta.detection.adamw import AdamWStep
 from awex_delta.detection.gates import Refusal, refusals
 from awex_delta.detection.pieces import Piece, Runs, Scratch, in_order, nonzero, pieces, take
 from awex_delta.detection.slices import Detection, OwnedSlice
-from awex_delta.detection.stored import REMAINDER, Storage, kept_in, state_of
+from awex_delta.detection.stored import REMAINDER, Storage, kept_in, needless, state_of
 from awex_delta.errors import NumericsError, UnsupportedError
 from awex_delta.lines.bits import UNSTATED
 from awex_delta.lines.changes import Changes, joined
@@ -48,8 +48,8 @@ _SHORTEST_COMPILED = 1 << 12
 _COMPILE_OPTIONS: dict[str, str | int | bool | Callable[..., object]] = {
     "cpp.enable_unsafe_math_opt_flag": False,
 }
-# Of what is listed; and of the elements looked at, below which nothing is gained by a full sync.
-_MOST_UNCERTAIN, _FEW = 1 / 3, 1 / 1000
+# What is sent without need, relative to what changed; and to all elements, where it is little anyway.
+_MOST_NEEDLESS, _FEW = 0.2, 0.001
 _NO_BASE = frozenset({Reason.MASTER_MISMATCH, Reason.STATE_AWAY, Reason.DETECTION_FAILED})
 _COMPILER_FAILURES = (RuntimeError, OSError, ImportError, subprocess.SubprocessError)
 
@@ -85,12 +85,14 @@ class _Step:
     """One distinct step, and the slices that it moved, all with their state kept in the same way.
 
     coefficients: on the device of the slices.
+    needless: of moments with a scale: how much of each block was needless, as far as that can be told.
     """
 
     inversion: adamw.Inversion
     storage: Storage
     coefficients: torch.Tensor
     slices: Sequence[OwnedSlice]
+    needless: list[torch.Tensor] = field(default_factory=list)
 
 
 def detect_changes(
@@ -208,19 +210,14 @@ def _steps(
 
 
 def _coarse(steps: Sequence[_Step], changes: Changes, num_owned: int) -> Iterator[Refusal]:
-    """That moments with a scale hide more than a bound is worth.
-
-    About half of the elements that are not certain did change. So where they are a third of what is listed,
-    some 20 % of the changes are sent without need.
-    """
-    scaled = next((step for step in steps if step.storage.is_scaled), None)
-    if scaled is None or changes.code is None:
-        return
-    uncertain = int((changes.code == UNSTATED).sum())
-    if uncertain > changes.num_changed * _MOST_UNCERTAIN and uncertain > num_owned * _FEW:
-        kept = scaled.storage
-        detail = f"exp_avg is {kept.exp_avg}, exp_avg_sq is {kept.exp_avg_sq}"
-        detail = f"{scaled.slices[0].key}: {detail}: {uncertain} of {changes.num_changed} are not certain"
+    """That moments with a scale hide so much that a bound is of no use."""
+    counts = [count for step in steps for count in step.needless]
+    extra = int(torch.stack(counts).sum()) if counts else 0
+    if extra > _MOST_NEEDLESS * (changes.num_changed - extra) and extra > _FEW * num_owned:
+        step = max((step for step in steps if step.needless), key=lambda step: int(sum(step.needless)))
+        kept, key = step.storage, step.slices[0].key
+        detail = f"{key}: exp_avg is {kept.exp_avg}, exp_avg_sq is {kept.exp_avg_sq}"
+        detail += f": about {extra} of {changes.num_changed} elements would be sent without need"
         yield Refusal(reason=Reason.MOMENTS_COARSE, detail=detail)
 
 
@@ -250,8 +247,10 @@ def _invert(piece: Piece, step: _Step, how: _Pass, scratch: Scratch, doubts: lis
     for marked in torch.split(nonzero(codes), _BLOCK):
         code = codes.take(marked)
         unknown = _unknown(code)
-        unsure = state.pick(marked[unknown])
-        seen = adamw.examine(unsure, zeros_stay=zeros_stay, is_split=step.storage.is_split)
+        picked = state.pick(marked[unknown])
+        seen = adamw.examine(picked, zeros_stay=zeros_stay, is_split=step.storage.is_split)
+        if step.storage.is_scaled:
+            step.needless.append(needless(picked, step.coefficients))
         code[unknown] = code[unknown].masked_fill(seen.still_zero, 0)
         doubts += [
             _Doubt(reason=Reason.MASTER_MISMATCH, piece=piece, flag=seen.master_mismatch),

@@ -18,6 +18,7 @@ from awex_delta.detection import adamw
 from awex_delta.detection.adamw import AdamWStep, Inversion
 from awex_delta.detection.pieces import Piece, Scratch
 from awex_delta.detection.slices import OwnedSlice
+from awex_delta.lines.bits import round_to_bf16
 
 _SCALING = 2.0**-20  # relative: a quotient, two products and a reciprocal in fp32, with a margin of four
 _FLUSH = 2.0**-124  # absolute: results below the normal range of fp32, each flushed to zero
@@ -145,6 +146,25 @@ def slack(exp_avg: Moment, exp_avg_sq: Moment, inversion: Inversion) -> torch.Te
     kept = quotient(m, v)
     off = torch.maximum(most - kept, kept - lowest) + _QUOTIENT * most
     return inversion.update_scale * inversion.err_slack * off
+
+
+def needless(state: adamw.State, coefficients: torch.Tensor) -> torch.Tensor:
+    """About how many weights did not change, although that is not certain: int64 scalar.
+
+    Those that rounding the middle of the interval of old masters gives, and those of which the interval says
+    nothing: they lie in it, and it is wider than the move.
+
+    Args:
+        state: elements whose old weight is not certain.
+        coefficients: as of `adamw.codes`.
+    """
+    tensors = (state.main, state.exp_avg, state.exp_avg_sq, coefficients, state.slack)
+    first, last = adamw.old_masters(*tensors)
+    middle = (first + last) / 2
+    stayed = round_to_bf16(middle) == state.weight
+    outside = (round_to_bf16(last) < state.weight) | (round_to_bf16(first) > state.weight)
+    narrow = last - first <= (middle - state.main).abs()  # false for what is not a number
+    return (stayed | ~(narrow | outside)).sum()
 
 
 def whole(weight: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
