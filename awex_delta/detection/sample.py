@@ -129,15 +129,18 @@ def _main(optimizer: torch.optim.Optimizer, param: torch.Tensor, part: slice) ->
     """Elements of the master of what is stepped, fp32."""
     master = kept_master(optimizer, param)
     if master is None:
-        return flat(param)[part]
+        return flat(param)[part].float()
     main = flat(master)[part]
     return whole(flat(param)[part], main) if main.dtype is REMAINDER else main
 
 
 def _is_readable(optimizer: torch.optim.Optimizer, param: torch.Tensor) -> bool:
     master = kept_master(optimizer, param)
-    served = param.dtype is torch.float32 or (
-        master is not None and master.dtype in (torch.float32, REMAINDER) and master.numel() == param.numel()
-    )
+    if master is None:
+        # A master that its first step is going to make begins as the weight.
+        begins = hasattr(optimizer, "master_weights") and bool(optimizer.master_weights)
+        served = param.dtype is torch.float32 or (begins and param.dtype is torch.bfloat16)
+    else:
+        served = master.dtype in (torch.float32, REMAINDER) and master.numel() == param.numel()
     both = (param,) if master is None else (param, master)
     return served and not any(unreadable(one) or not one.is_contiguous() for one in both)
