@@ -28,7 +28,7 @@ from tests.procs.test_megatron_state import Engine
 from tests.procs.test_megatron_trainer import attach
 from tests.te_adam import E4M3, FusedAdam
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 
 TE = "transformer_engine.pytorch.optimizers"
 SPEC = TinySpec(model="qwen3-moe", layers=1, lr=1e-4)
