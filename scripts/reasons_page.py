@@ -102,15 +102,15 @@ REASONS: Mapping[Reason, Advice] = {
         remedy="Load the optimizer state too. Otherwise it passes with the next step and update.",
     ),
     Reason.MOMENTS_INVALID: Advice(
-        cause="A moment holds NaN, an infinity or a negative square, or is kept in 8 bits other than E4M3, or "
-        "in fp16 or fp8 without a scale.",
+        cause="A moment holds NaN, an infinity or a negative square, or is kept in 8 bits other than E4M3, "
+        "or in fp16 or fp8 without a scale.",
         remedy="Keep moments as Transformer Engine does, or set `weight_update_delta_method: capture`. With "
         "the dtypes that are served, the training itself has diverged.",
     ),
     Reason.NO_FP32_MASTER: Advice(
         cause="A bf16 parameter is stepped without an fp32 master (a pure bf16 optimizer, the "
-        "precision-aware optimizer with fp16 masters), or an fp32 parameter is trained under `overlap_param_gather` on several "
-        "ranks.",
+        "precision-aware optimizer with fp16 masters), or an fp32 parameter is trained under "
+        "`overlap_param_gather` on several ranks.",
         remedy="Keep fp32 main parameters, or set `weight_update_delta_method: capture`; without overlap for "
         "models with fp32 parameters.",
     ),

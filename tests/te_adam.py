@@ -35,7 +35,7 @@ class Float8Tensor(torch.Tensor):
 
     @staticmethod
     def make(data: torch.Tensor, scale: torch.Tensor) -> Float8Tensor:
-        made: Any = torch.Tensor._make_wrapper_subclass(Float8Tensor, data.shape, dtype=torch.float32)  # type: ignore[attr-defined]
+        made: Any = torch.Tensor._make_wrapper_subclass(Float8Tensor, data.shape, dtype=torch.float32)
         made._data, made._scale_inv = data.view(torch.uint8), scale
         return made  # type: ignore[no-any-return]
 

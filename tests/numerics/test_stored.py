@@ -16,7 +16,7 @@ import torch
 
 from awex_delta.detection import adamw, invert, pieces
 from awex_delta.detection.adamw import AdamWStep
-from awex_delta.detection.invert import detect_changes
+from awex_delta.detection.invert import StepOf, detect_changes
 from awex_delta.detection.slices import OwnedSlice
 from awex_delta.detection.stored import Moment, Storage, slack, whole
 from awex_delta.protocol.verdict import Reason
@@ -164,6 +164,10 @@ def not_disproved(case: Case, step: AdamWStep, owned: OwnedSlice, before: torch.
     return not bool(marks.any())
 
 
+def told(step: AdamWStep) -> StepOf:
+    return lambda _: step
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_every_change_is_found_whatever_keeps_the_moments(
     case: Case, monkeypatch: pytest.MonkeyPatch
@@ -171,16 +175,17 @@ def test_every_change_is_found_whatever_keeps_the_moments(
     monkeypatch.setattr(pieces, "_LARGE", ROW)
     monkeypatch.setattr(invert, "_EAGER_PIECE", ROW // 2 + 100)
     for step in STEPS:
+        plan = told(step)
         total: Counter[str] = Counter()
         for form in FORMS:
             made = tensors(case, step, form)
             slices = [owned for _, owned, _ in made]
             usual = [owned for owned in slices if owned.stop != AWKWARD]
-            found = detect_changes(usual, lambda _, told=step: told, compiled=False)
+            found = detect_changes(usual, plan, compiled=False)
             total["coarse"] += found.reason is Reason.MOMENTS_COARSE
             with monkeypatch.context() as without_gate:
                 without_gate.setattr(invert, "_FEW", 1.0)
-                detection = detect_changes(slices, lambda _, told=step: told, compiled=False)
+                detection = detect_changes(slices, plan, compiled=False)
             assert not detection.reason, detection
             for old, owned, before in made:
                 where = f"{case}, {step}, {form}, {owned.key}"

@@ -72,7 +72,7 @@ def check(me: Rank, ways: list[Way]) -> None:
     me.init_gloo(rank=me.rank, world_size=me.world_size)
     for way in ways:
         tiny = build(way)
-        engine = Engine(attach(tiny, DeltaSettings(method=way.method)))  # type: ignore[arg-type]
+        engine = Engine(attach(tiny, DeltaSettings(method=way.method)))
         for version in range(3):
             tiny.train_step()
             reason = engine.update()

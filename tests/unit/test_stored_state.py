@@ -30,7 +30,7 @@ def own_masters(*, method: str = "adamw", accumulate: bool = False, **options: A
         name: (torch.randn(shape) * 0.02).bfloat16().requires_grad_() for name, shape in SHAPES.items()
     }
     optimizer = FusedAdam(list(weights.values()), lr=LR, master_weights=True, **options)
-    settings = DeltaSettings(method=method, accumulate=accumulate)  # type: ignore[arg-type]
+    settings = DeltaSettings(method=method, accumulate=accumulate)
     return TorchAdamWTrainer(weights=weights, masters={}, optimizer=optimizer, settings=settings)
 
 
