@@ -9,7 +9,7 @@ import torch
 
 from awex_delta.detection.adamw import AdamWStep
 from awex_delta.detection.slices import OwnedSlice
-from awex_delta.detection.stored import MOMENTS, REMAINDER
+from awex_delta.detection.stored import MOMENTS, REMAINDER, is_served
 from awex_delta.errors import UnsupportedError
 from awex_delta.protocol.verdict import Reason
 
@@ -63,13 +63,13 @@ def _refused_moments(owned: OwnedSlice, numel: int) -> Iterator[Refusal]:
         ("exp_avg", owned.exp_avg, owned.exp_avg_scale),
         ("exp_avg_sq", owned.exp_avg_sq, owned.exp_avg_sq_scale),
     ):
-        detail = f"{owned.key}: {name} is {_describe(moment)}"
         if moment is None or moment.numel() != numel:
+            detail = f"{owned.key}: {name} is {_describe(moment)}"
             yield Refusal(reason=Reason.MOMENTS_MISSING, detail=detail)
-        elif moment.dtype not in MOMENTS:
+        elif moment.dtype is not torch.float32 and not is_served(moment.dtype, scale):
+            without = " without a scale" if moment.dtype in MOMENTS else ""
+            detail = f"{owned.key}: {name} is {_describe(moment)}{without}"
             yield Refusal(reason=Reason.MOMENTS_INVALID, detail=detail)
-        elif MOMENTS[moment.dtype].scaled and scale is None:
-            yield Refusal(reason=Reason.MOMENTS_INVALID, detail=f"{detail} without a scale")
     if away := owned.unreadable("exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale"):
         yield Refusal(reason=Reason.STATE_AWAY, detail=away)
 

@@ -8,6 +8,7 @@ units of one scale for each tensor, and of a master the 16 bits that its bf16 we
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -52,9 +53,9 @@ REMAINDER = torch.int16
 """dtype of what a master has beyond its weight, to which it was rounded with ties away from zero."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Storage:
-    """The dtypes in which an optimizer keeps the state of some slices."""
+    """The dtypes in which the state of some slices is kept. `kept_in` gives one object for each."""
 
     main: torch.dtype
     exp_avg: torch.dtype
@@ -213,11 +214,20 @@ def _moment(piece: Piece, name: str) -> Moment:
     return Moment.of(tensors, [getattr(owned, f"{name}_scale") for owned in piece.slices])
 
 
+def is_served(dtype: torch.dtype, scale: torch.Tensor | None) -> bool:
+    """Whether moments of a dtype, with their scale, can be inverted."""
+    return dtype in MOMENTS and (scale is not None or not MOMENTS[dtype].scaled)
+
+
 def kept_in(owned: OwnedSlice) -> Storage | None:
-    """The dtypes in which the state of a slice is kept; None if it has no such state, or it is not known."""
+    """The dtypes in which the state of a slice is kept; None if it has no such state, or it is not served."""
     main, first, second = owned.main, owned.exp_avg, owned.exp_avg_sq
     if main is None or first is None or second is None:
         return None
-    storage = Storage(main=main.dtype, exp_avg=first.dtype, exp_avg_sq=second.dtype)
-    known = storage.exp_avg in MOMENTS and storage.exp_avg_sq in MOMENTS
-    return storage if known else None
+    return _storage(main.dtype, first.dtype, second.dtype)
+
+
+@functools.cache
+def _storage(main: torch.dtype, exp_avg: torch.dtype, exp_avg_sq: torch.dtype) -> Storage | None:
+    known = exp_avg in MOMENTS and exp_avg_sq in MOMENTS
+    return Storage(main=main, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq) if known else None
