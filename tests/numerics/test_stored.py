@@ -200,7 +200,8 @@ def test_every_change_is_found_whatever_keeps_the_moments(
             assert share < 0.02
         elif total["coarse"] == 0:
             assert share < 0.25
-        elif total["coarse"] == len(FORMS) and total["changed"] < 0.9 * total["elements"]:
+        # Where exp_avg_sq was rounded to zero, most weights jump in the training itself.
+        elif total["coarse"] == len(FORMS) and total["changed"] < 0.5 * total["elements"]:
             assert share > 0.15
 
 
