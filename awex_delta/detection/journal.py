@@ -21,6 +21,7 @@ from awex_delta.detection.optimizers import (
     had_gradients,
     hyper_parameters,
     is_known,
+    kept_master,
     knows_overflow,
     moments,
     step_counts,
@@ -51,8 +52,8 @@ class _Record:
     moments: tuple[Trace, Trace]
 
 
-_Standing = tuple[Trace, Trace]
-"""The traces of one parameter's step counter and of its master."""
+_Standing = tuple[Trace, Trace, Trace]
+"""The traces of one parameter's step counter, of what is stepped, and of a master kept beside that."""
 
 _COUNTER = "its step counter was changed"
 
@@ -161,7 +162,7 @@ class StepJournal:
             live = {key: p for key, p in stepped.live().items() if keys is None or key in keys}
             self._base.update(_counts(stepped, live))
             self._standing.update(_standings(stepped, live))
-            self._sample.take(live)
+            self._sample.take(stepped.optimizer, live)
             for key in live:
                 self._records.pop(key, None)
                 self._disturbed.pop(key, None)
@@ -241,7 +242,7 @@ class StepJournal:
                 if not self._expects(key, counts[key]):
                     yield key, _COUNTER
                     continue
-            pairs = [(now[1], last[1])]
+            pairs = list(zip(now[1:], last[1:], strict=True))
             if left is not None and record is not None:
                 pairs += zip(left, record.moments, strict=True)
             if any(one[0] != other[0] for one, other in pairs):
@@ -275,7 +276,7 @@ def _used_now(optimizer: torch.optim.Optimizer) -> Sequence[Used]:
 def _standings(stepped: SteppedParams, live: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, _Standing]]:
     counters = counter_traces(stepped.optimizer, list(live.values()))
     for (key, param), counter in zip(live.items(), counters, strict=True):
-        yield key, (counter, trace(param))
+        yield key, (counter, trace(param), trace(kept_master(stepped.optimizer, param)))
 
 
 def _counts(stepped: SteppedParams, live: Mapping[str, torch.Tensor]) -> dict[str, int]:
@@ -283,8 +284,8 @@ def _counts(stepped: SteppedParams, live: Mapping[str, torch.Tensor]) -> dict[st
 
 
 def _moment_traces(stepped: SteppedParams, param: torch.Tensor) -> tuple[Trace, Trace]:
-    exp_avg, exp_avg_sq = moments(stepped.optimizer, param)
-    return trace(exp_avg), trace(exp_avg_sq)
+    live = moments(stepped.optimizer, param)
+    return trace(live.exp_avg), trace(live.exp_avg_sq)
 
 
 def is_capturing() -> bool:

@@ -13,7 +13,7 @@ from megatron.core.distributed import DistributedDataParallel
 
 from awex_delta.conversion.alone import check_conversion
 from awex_delta.detection.baselines import Baselines
-from awex_delta.detection.optimizers import SteppedParams, moments, part_of, step_counts
+from awex_delta.detection.optimizers import SteppedParams, kept_master, moments, part_of, step_counts
 from awex_delta.detection.slices import Detection, OwnedSlice, param_key
 from awex_delta.errors import UnsupportedError
 from awex_delta.protocol.verdict import Reason
@@ -152,7 +152,7 @@ class MegatronTrainer:
                 begin,
                 steps[info.key],
                 weight=weight,
-                main=live[info.key] if part.has_master else None,
+                main=live[info.key] if part.has_master else kept_master(part.optimizer, live[info.key]),
                 moments=moments(part.optimizer, live[info.key]),
                 in_weight=within,
                 in_state=None,

@@ -39,7 +39,7 @@ class OwnedPart:
     optimizer: the inner `torch.optim.Optimizer`.
     start, stop: flat range in the parameter.
     stepped: the flat tensor that `optimizer` steps for that range; the fp32 master if there is one.
-    has_master: False where the optimizer keeps no fp32 master.
+    has_master: False where `stepped` is the parameter itself; then `optimizer` keeps a master, or none.
     """
 
     optimizer: torch.optim.Optimizer

@@ -14,6 +14,7 @@ from awex_delta.testing.dict_engine import DictEngine
 from awex_delta.trainers.torch_adamw import TorchAdamWTrainer
 from tests.pairing import EngineSeat, Pairing
 from tests.ranks.conftest import EMBED, SETTINGS, SHAPES, train, wrong
+from tests.te_adam import Float8Tensor
 
 Make = Callable[..., Pairing]
 
@@ -66,9 +67,17 @@ def moments_infinite(pairing: Pairing) -> None:
     state(pairing, 1)["exp_avg"].view(-1)[-1] = float("inf")
 
 
-def moments_bf16(pairing: Pairing) -> None:
+def moments_fp16(pairing: Pairing) -> None:
     found = state(pairing, 1)
-    found["exp_avg_sq"] = found["exp_avg_sq"].bfloat16()
+    found["exp_avg_sq"] = found["exp_avg_sq"].half()  # of which no scale tells what it stands for
+
+
+def moments_coarse(pairing: Pairing) -> None:
+    trainer = pairing.trainers[1]
+    assert isinstance(trainer, TorchAdamWTrainer)
+    for found in trainer.optimizer.state.values():
+        zeros = torch.zeros_like(found["exp_avg"]).to(torch.float8_e4m3fn)
+        found["exp_avg"] = Float8Tensor.make(zeros, torch.ones(1))
 
 
 def step_is_zero(pairing: Pairing) -> None:
@@ -98,7 +107,8 @@ AFTER_TRAINING: list[tuple[Reason, Callable[[Pairing], None]]] = [
     (Reason.STEP_DISPROVED, all_replaced),
     (Reason.MOMENTS_MISSING, moments_missing),
     (Reason.MOMENTS_INVALID, moments_infinite),
-    (Reason.MOMENTS_INVALID, moments_bf16),
+    (Reason.MOMENTS_INVALID, moments_fp16),
+    (Reason.MOMENTS_COARSE, moments_coarse),
     (Reason.STEP_GAP, step_is_zero),
     (Reason.MASTER_MISMATCH, weights_replaced),
     (Reason.DETECTION_FAILED, detection_fails),
