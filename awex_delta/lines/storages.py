@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -75,6 +76,7 @@ class Storages:
             raise LayoutError(f"the tensors of one rank lie on several devices: {sorted(map(str, devices))}")
         self.device = devices.pop()
         self._memories, self._memory_of = _memories(tensors)
+        self._dtypes = {tensor.dtype for tensor in tensors}
         starts = torch.tensor(
             [0, *(tensor.numel() for tensor in tensors)], dtype=torch.int64, device="cpu"
         ).cumsum(0)
@@ -103,6 +105,23 @@ class Storages:
             else:
                 out[here] = memory.cells.index_select(0, cells).view(memory.dtype).to(dtype)
         return out
+
+    def gather_rows(self, first: torch.Tensor, width: int, dtype: torch.dtype) -> torch.Tensor:
+        """Read rows of elements, each of which lies in one tensor.
+
+        Args:
+            first: int64 [r] on the device of the tensors, r > 0, ascending positions at which rows begin.
+            width: elements of each row; no two rows overlap.
+            dtype: what elements of another dtype are cast to.
+
+        Returns:
+            [r, width] in `dtype` on the same device; may be the tensors' own memory.
+        """
+        if self._dims is not None or self._dtypes != {dtype}:
+            pos = first[:, None] + torch.arange(width, dtype=torch.int64, device=first.device)
+            return self.gather(pos.view(-1), dtype).view(-1, width)
+        rows = [_rows(memory.cells, cells, width) for memory, cells, _ in self._at(first)]
+        return (torch.cat(rows) if len(rows) > 1 else rows[0]).view(dtype)
 
     def scatter(self, pos: torch.Tensor, value: torch.Tensor) -> None:
         """Overwrite single elements, bit for bit.
@@ -136,9 +155,10 @@ class Storages:
         cells = self._cells(pos, first, last + 1)
         memories = slice(self._memory_of[first], self._memory_of[last] + 1)
         edges = [0, *torch.searchsorted(pos, self._stops[memories]).tolist()]
-        for memory, start, stop in zip(self._memories[memories], edges, edges[1:], strict=False):
+        parts = torch.split(cells, [stop - start for start, stop in pairwise(edges)])
+        for memory, part, (start, stop) in zip(self._memories[memories], parts, pairwise(edges), strict=True):
             if start < stop:
-                yield memory, cells[start:stop], slice(start, stop)
+                yield memory, part, slice(start, stop)
 
     def _cells(self, pos: torch.Tensor, first: int, last: int) -> torch.Tensor:
         """Offsets in the storages, int64 [n], of positions in the tensors `first` up to `last`."""
@@ -155,6 +175,12 @@ class Storages:
             cells += rest % here * stride.index_select(0, tensor)
             rest = torch.div(rest, here, rounding_mode="floor")
         return cells
+
+
+def _rows(cells: torch.Tensor, first: torch.Tensor, width: int) -> torch.Tensor:
+    if cells.numel() == width:  # one row, which is all of a storage: most often where there are many
+        return cells[None]
+    return cells.unfold(0, width, 1).index_select(0, first)
 
 
 def _memories(tensors: Sequence[torch.Tensor]) -> tuple[list[_Memory], list[int]]:

@@ -278,7 +278,7 @@ class Receiver:
 
     def _verify_all(self, verifier: Verifier) -> None:
         for key, pair in self._session.met.plan.pairs.items():
-            verifier.add(Scope.FULL, pair, self._ends[key].blocks)
+            verifier.add(Scope.FULL, pair, self._ends[key].rows)
 
     def _names(self, pair: Pair, pos: torch.Tensor) -> str:
         """The tensors in which some positions of a line lie, for messages."""

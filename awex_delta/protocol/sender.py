@@ -259,7 +259,7 @@ class Sender(TrainerEnd):
 
     def _verify_all(self, outgoing: Outgoing, verifier: Verifier) -> None:
         for key, pair in outgoing.pairs.items():
-            verifier.add(Scope.FULL, pair, outgoing.ends[key].blocks)
+            verifier.add(Scope.FULL, pair, outgoing.ends[key].rows)
 
     def _send_full(
         self, outgoing: Outgoing, watch: Stopwatch, verifier: Verifier, failure: str

@@ -35,7 +35,10 @@ from awex_delta.wire.digest import (
 _MAX_NAMED = 8  # tensors that an error names
 
 Content = Callable[[], Iterable[tuple[torch.Tensor, torch.Tensor]]]
-"""Gives elements of a pair's line, some at a time: positions int64 [k], and values [k] on the same device."""
+"""Gives elements of a pair's line, some at a time: positions int64 [k], and values on the same device.
+
+Values are [k], or rows [k, w] of elements next to each other, and positions those of the first of each row.
+"""
 
 
 class Scope(StrEnum):
