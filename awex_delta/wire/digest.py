@@ -15,7 +15,8 @@ import functools
 import hashlib
 import logging
 import subprocess
-from collections.abc import Callable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -85,31 +86,37 @@ def state_digest(tensors: Mapping[str, torch.Tensor], *, compiled: bool = False)
     return sum(digest(tensor, name, compiled=compiled) for name, tensor in tensors.items()) % MODULUS
 
 
-def digests(tensors: Mapping[str, torch.Tensor], *, compiled: bool = False) -> dict[str, int]:
+def digests(tensors: Iterable[tuple[str, torch.Tensor]], *, full_bytes: int = 0) -> dict[str, int]:
     """`digest` of each tensor under its name. Small ones of one size are hashed together.
 
     Args:
-        tensors: by name, on one device.
-        compiled: see `digest`.
+        tensors: names and tensors, on one device; of small ones a few are held at a time.
+        full_bytes: of a full sync, see `pays_to_compile`.
     """
     found: dict[str, torch.Tensor] = {}
-    alike: dict[tuple[torch.dtype, int], list[str]] = {}
-    for name, tensor in tensors.items():
+    alike: dict[tuple[torch.dtype, int], dict[str, torch.Tensor]] = defaultdict(dict)
+    for name, tensor in tensors:
+        compiled = pays_to_compile(tensor.device, full_bytes)
         if tensor.numel() >= _EAGER_PIECE:
             found[name] = sum_whole(tensor, salt_of(name), compiled=compiled)
-        else:
-            alike.setdefault((tensor.dtype, tensor.numel()), []).append(name)
-    for (_, numel), names in alike.items():
-        most = max(1, _COMPILED_PIECE // max(numel, 1))
-        for some in (names[first : first + most] for first in range(0, len(names), most)):
-            rows = torch.stack([tensors[name].detach().reshape(-1) for name in some])
-            keys = torch.tensor(
-                [signed(salt_of(name)) for name in some], dtype=torch.int64, device=rows.device
-            )
-            sums = _row_sums(keys, rows, compiled=compiled)
-            found |= dict(zip(some, sums.unbind(), strict=True))
+            continue
+        some = alike[tensor.dtype, tensor.numel()]
+        some[name] = tensor.detach().reshape(-1)
+        if len(some) * tensor.numel() >= _COMPILED_PIECE:
+            found |= _sums_of_rows(some, compiled=compiled)
+            some.clear()
+    for some in alike.values():  # few
+        found |= _sums_of_rows(some, compiled=False)
     totals = torch.stack(list(found.values())).tolist() if found else []
     return {name: total % MODULUS for name, total in zip(found, totals, strict=True)}
+
+
+def _sums_of_rows(rows: Mapping[str, torch.Tensor], *, compiled: bool) -> dict[str, torch.Tensor]:
+    if not rows:
+        return {}
+    value = torch.stack(list(rows.values()))
+    keys = torch.tensor([signed(salt_of(name)) for name in rows], dtype=torch.int64, device=value.device)
+    return dict(zip(rows, _row_sums(keys, value, compiled=compiled).unbind(), strict=True))
 
 
 def sum_whole(tensor: torch.Tensor, salt: int, *, start: int = 0, compiled: bool = False) -> torch.Tensor:

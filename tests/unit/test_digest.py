@@ -193,5 +193,5 @@ def test_many_tensors_at_once_have_the_digests_of_each() -> None:
         for place, size in enumerate(sizes)
     }
     tensors["turned"] = tensors["3"].t()
-    assert digests(tensors) == {name: digest(tensor, name) for name, tensor in tensors.items()}
-    assert digests({}) == {}
+    assert digests(tensors.items()) == {name: digest(tensor, name) for name, tensor in tensors.items()}
+    assert digests([]) == {}
