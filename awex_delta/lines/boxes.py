@@ -120,8 +120,8 @@ class BoxMap:
             device: where the positions are to lie.
 
         Yields:
-            Where rows begin in the target line, ascending, and in the source line, int64 [r] each, and their
-            width. A box of one long row comes in parts.
+            Where rows begin in the target line and in the source line, int64 [r] each, and their width, box
+            after box as they begin in the target line. A box of one long row comes in parts.
         """
         for boxes, width in _by_width(self._on(device)):
             for block in _blocks(boxes.rows, width):

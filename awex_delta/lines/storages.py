@@ -83,7 +83,11 @@ class Storages:
         first = torch.tensor([tensor.storage_offset() for tensor in tensors], dtype=torch.int64, device="cpu")
         stops = torch.tensor([memory.stop for memory in self._memories], dtype=torch.int64, device="cpu")
         sizes = torch.tensor([m.cells.numel() for m in self._memories], dtype=torch.int64, device="cpu")
-        # Tables lie where positions do: they are uploaded once.
+        memory_of = torch.tensor(self._memory_of, dtype=torch.int64, device="cpu")
+        backward = (memory_of.diff() == 0) & (first.diff() < 0)
+        sizes[memory_of[1:][backward]] = -1
+        # Tables lie where positions do: they are uploaded once. No size is told of a storage whose tensors
+        # follow each other in another order in the line.
         self._starts, self._first, self._stops, self._sizes = (
             table.to(self.device) for table in (starts, first, stops, sizes)
         )
@@ -113,8 +117,9 @@ class Storages:
         """Read rows of elements, each of which lies in one tensor.
 
         Args:
-            first: int64 [r] on the device of the tensors, r > 0, ascending positions at which rows begin.
-            width: elements of each row; no two rows overlap.
+            first: int64 [r] on the device of the tensors, r > 0, positions at which rows begin, those in one
+                tensor after those in the tensors before it.
+            width: elements of each row.
             dtype: what elements of another dtype are cast to.
 
         Returns:
@@ -125,7 +130,9 @@ class Storages:
             return self.gather(pos.view(-1), dtype).view(-1, width)
         found, cells, edges = self._found(first)
         counts = edges.diff()
-        whole = (counts * width == self._sizes[found]).tolist()  # in order, so that these rows are all of it
+        # Rows as large as their storage are all of it, unless two are the same, as those of a tied head are.
+        apart = (first.diff() >= width).all()
+        whole = (apart & (counts * width == self._sizes[found])).tolist()
         parts = torch.split(cells, counts.tolist())
         rows = [
             memory.cells if is_whole else memory.cells.unfold(0, width, 1).index_select(0, part).view(-1)

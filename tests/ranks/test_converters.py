@@ -97,7 +97,7 @@ def test_a_converter_that_fails_on_one_rank_is_named_on_all() -> None:
             raise RuntimeError("no kernel for these heads")
         return split(tensor)
 
-    pairing.trainers[1].convert = fail  # type: ignore[method-assign]
+    pairing.trainers[1].convert = fail  # type: ignore[method-assign, assignment]
     outcomes = pairing.update(0)
     pairing.close()
     for outcome in outcomes:

@@ -224,3 +224,14 @@ def test_elements_that_lie_twice_in_a_line_are_read_twice() -> None:
     assert end.read(0, 19).equal(line)
     assert end.gather(torch.tensor([3, 9, 11, 17])).equal(line[[3, 9, 11, 17]])
     assert end.read(5, 18).equal(line[5:18])
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)])
+def test_rows_of_tensors_that_share_a_storage_in_another_order(order: tuple[int, ...]) -> None:
+    whole = torch.arange(12).to(torch.bfloat16)
+    tensors = [*(whole.view(3, 4)[place] for place in order), torch.arange(50, 54).to(torch.bfloat16)]
+    got = Storages(tensors).gather_rows(torch.arange(0, 16, 4), 4, torch.bfloat16)
+    assert same(got, torch.stack(tensors))
+    twice = Storages(tensors).gather_rows(torch.tensor([0, 2, 0, 2, 8, 12, 12]), 2, torch.bfloat16)
+    first, third, last = tensors[0].view(2, 2), tensors[2][:2], tensors[3][:2]
+    assert same(twice, torch.stack([*first, *first, third, last, last]))
