@@ -47,6 +47,13 @@ def test_engine_allocations(text: str, layout: Parallelism, world_size: int) -> 
     assert (allocation.layout, allocation.world_size) == (layout, world_size)
 
 
+@pytest.mark.parametrize("backend", ["fsdp", "torch"])
+def test_trainers_whose_ranks_are_data_parallel_alone(backend: str) -> None:
+    allocation = parse_allocation(f"{backend}:d3", backends=TRAINER_BACKENDS)
+    assert allocation == Allocation(backend=backend, layout=Parallelism(data=3))
+    assert parse_allocation(str(allocation), backends=TRAINER_BACKENDS) == allocation
+
+
 def test_halves_of_a_hybrid_cover_the_same_ranks() -> None:
     allocation = parse_allocation("megatron:(attn:d2p1t4|ffn:d1p1e8)", backends=TRAINER_BACKENDS)
     assert allocation.layout == Parallelism(data=2, tensor=4)
@@ -65,7 +72,12 @@ def test_context_parallel_ranks_count_on_the_attention_half() -> None:
         ("", ["backend ''", "megatron"]),
         ("megatron", ["'megatron'", "no dimensions"]),
         ("megatron:", ["'megatron:'", "no dimensions"]),
-        ("fsdp:d8", ["backend 'fsdp'", "'fsdp:d8'", "megatron"]),
+        ("ddp:d8", ["backend 'ddp'", "'ddp:d8'", "megatron, fsdp, torch"]),
+        ("fsdp:d2t2", ["'fsdp:d2t2' splits a trainer that shards", "'fsdp:d2'"]),
+        ("torch:t2", ["'torch:t2' splits a plain torch trainer", "'torch:d2'"]),
+        ("torch:(attn:d2|ffn:d2)", ["'(' at character 7 "]),
+        ("fsdp:c2", ["'c2' at character 6 ", "d (data)"]),
+        ("torch", ["'torch'", "no dimensions", "'torch:d2'"]),
         ("sglang:d8", ["backend 'sglang'", "megatron"]),
         ("Megatron:d8", ["backend 'Megatron'"]),
         ("megatron:d2x1t4", ["'x1' at character 12 ", "d (data), p (pipeline), t (tensor), c (context)"]),

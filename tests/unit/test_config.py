@@ -141,11 +141,11 @@ def test_models_are_frozen() -> None:
 
 CROSS_REFUSALS: list[tuple[Mapping[str, object], Mapping[str, object], list[str]]] = [
     (
-        {"backend": "fsdp:d4"},
+        {"backend": "ddp:d4"},
         {},
         [
-            "train.backend = 'fsdp:d4'",
-            "not one of megatron",
+            "train.backend = 'ddp:d4'",
+            "not one of megatron, fsdp, torch",
             "Remedy: write an allocation such as megatron:d2p1t4",
         ],
     ),
