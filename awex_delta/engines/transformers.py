@@ -13,6 +13,7 @@ from awex_delta.errors import LayoutError
 
 # How transformers describes fused experts stored as [experts, out, in], gate rows before up rows.
 _PLAIN_EXPERTS = {"has_gate": True, "has_bias": False, "is_transposed": False, "is_concatenated": True}
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)  # their kernels are stored as checkpoints have them
 
 
 class TransformersEngine:
@@ -89,7 +90,7 @@ def _parts(model: PreTrainedModel) -> Iterator[EngineTensor]:
             yield part(name, tensor, tied_to=owner)
         elif name.endswith((".mlp.experts.gate_up_proj", ".mlp.experts.down_proj")):
             yield from _experts(name, tensor, model.get_submodule(name.rpartition(".")[0]))
-        elif tensor.dim() > 2:
+        elif tensor.dim() > 2 and not isinstance(model.get_submodule(name.rpartition(".")[0]), _CONVOLUTIONS):
             raise LayoutError(f"{name} has shape {tuple(tensor.shape)}: no rule names its HF tensors")
         else:
             yield part(name, tensor)
