@@ -15,7 +15,7 @@ from awex_delta.detection.slices import Detection
 from awex_delta.errors import UpdateAborted, WeightsAwayError
 from awex_delta.folder.chain import foreign_version
 from awex_delta.folder.claim import Claim
-from awex_delta.folder.collect import Taken, bring_together, hash_copies, take_weights
+from awex_delta.folder.collect import Taken, bring_together, take_weights
 from awex_delta.folder.content import Digests, Sums, to_text
 from awex_delta.folder.folder import Folder, Step, ignore_step
 from awex_delta.folder.layout import FolderPlan, plan_folder
@@ -38,7 +38,7 @@ from awex_delta.protocol.agreement import Decision
 from awex_delta.protocol.ledger import check_version
 from awex_delta.protocol.outgoing import Outgoing
 from awex_delta.protocol.rendezvous import Rendezvous
-from awex_delta.protocol.replicas import parity, warn_of_drift
+from awex_delta.protocol.replicas import hash_copies, parity, warn_of_drift
 from awex_delta.protocol.session import Stopwatch, in_step
 from awex_delta.protocol.stats import UpdateStats
 from awex_delta.protocol.trainer_end import TrainerEnd
@@ -259,7 +259,7 @@ class DiskWriter(TrainerEnd):
             packed, here = self._session.attempt("encode", lambda: self._pack_full(taken or {}, scope))
         is_compared = kind is Kind.FULL and scope is not Scope.OFF
         copies = self._session.met.plan.copies if is_compared else {}
-        sums, late = self._session.attempt(None, lambda: hash_copies(outgoing.conversion, copies))
+        sums, late = hash_copies(self._session, copies, outgoing.conversion.some(copies))
         file, digests = packed or (None, {})
         mine = {
             "token": random.getrandbits(62),  # rank 0's names this attempt
@@ -267,12 +267,12 @@ class DiskWriter(TrainerEnd):
             "elements": file.num_elements if file else 0,
             "changed": detection.num_changed,
             "owned": detection.num_owned,
-            "parity": parity(self._rank, copies, sums or {}),
+            "parity": parity(self._rank, copies, sums),
         }
         # Before all agree, because it may fail. If they do not, the next version is full in any case.
         _, last = self._session.attempt(None, self._view.committed)
         facts = self._session.agree("encode", failure or here or late or last, **mine)
-        warn_of_drift(self._session, decision.version, facts, copies, sums or {})
+        warn_of_drift(self._session, decision.version, facts, copies, sums)
         watch.lap("encode")
         stats = self._session.stats(decision, facts, mine=mine, verified=scope.value, seconds=watch.seconds)
         is_delta = kind is Kind.DELTA
@@ -332,7 +332,7 @@ class DiskWriter(TrainerEnd):
 
     def _pack_full(self, taken: Taken, scope: Scope) -> tuple[PackedFile | None, Digests]:
         tensors = bring_together(self._comm, taken, self._met.wholes, self._rank)
-        digests = {} if scope is Scope.OFF else digests_of(tensors)
+        digests = {} if scope is Scope.OFF else digests_of(tensors.items())
         return (pack_tensors(self._file_name("model"), tensors) if tensors else None), digests
 
     def _file_name(self, stem: str) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from awex_delta.engines.view import Bound, EngineTensor, EngineView, publish
-from awex_delta.errors import ConnectError
+from awex_delta.errors import ConnectError, listed
 from awex_delta.lines.boxes import BoxMap
 from awex_delta.lines.ends import LineEnd
 from awex_delta.lines.storages import Storages
@@ -34,8 +34,6 @@ from awex_delta.settings.agreed import DeltaSettings
 from awex_delta.wire.context import numba_is_installed
 
 logger = logging.getLogger(__name__)
-
-_MAX_NAMED = 8  # tensors that an error names
 
 
 class Receiver:
@@ -278,13 +276,12 @@ class Receiver:
 
     def _verify_all(self, verifier: Verifier) -> None:
         for key, pair in self._session.met.plan.pairs.items():
-            verifier.add(Scope.FULL, pair, self._ends[key].blocks)
+            verifier.add(Scope.FULL, pair, self._ends[key].rows)
 
     def _names(self, pair: Pair, pos: torch.Tensor) -> str:
         """The tensors in which some positions of a line lie, for messages."""
         there, _ = BoxMap(pair.stored).map(pos)
-        names = engine_line(self._session.met.world.engines[self._rank].layout).names_at(there)
-        return ", ".join(names[:_MAX_NAMED]) + (", ..." if len(names) > _MAX_NAMED else "")
+        return listed(engine_line(self._session.met.world.engines[self._rank].layout).names_at(there))
 
     def _receive_full(self, watch: Stopwatch, verifier: Verifier, failure: str) -> tuple[int, int, str]:
         """A full sync writes in place, so the engine is dirty from here to the commit."""

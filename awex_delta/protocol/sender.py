@@ -21,7 +21,7 @@ from awex_delta.protocol.ledger import check_version
 from awex_delta.protocol.outgoing import Outgoing
 from awex_delta.protocol.pipeline import Pack, send_frames
 from awex_delta.protocol.rendezvous import Rendezvous
-from awex_delta.protocol.replicas import parity, warn_of_drift
+from awex_delta.protocol.replicas import hash_copies, parity, warn_of_drift
 from awex_delta.protocol.session import Stopwatch, in_step
 from awex_delta.protocol.stats import PartCount, UpdateStats
 from awex_delta.protocol.trainer_end import TrainerEnd
@@ -259,7 +259,7 @@ class Sender(TrainerEnd):
 
     def _verify_all(self, outgoing: Outgoing, verifier: Verifier) -> None:
         for key, pair in outgoing.pairs.items():
-            verifier.add(Scope.FULL, pair, outgoing.ends[key].blocks)
+            verifier.add(Scope.FULL, pair, outgoing.ends[key].rows)
 
     def _send_full(
         self, outgoing: Outgoing, watch: Stopwatch, verifier: Verifier, failure: str
@@ -272,7 +272,10 @@ class Sender(TrainerEnd):
         plan = self._session.met.plan.dense
         self._comm.send_weights(tensors or {}, plan, phase="send weights")
         watch.lap("transfer")
-        self._sums = verifier.copies(self._session.met.plan.copies, tensors or {})
+        copies = {} if verifier.scope is Scope.OFF else self._session.met.plan.copies
+        self._sums, failure = hash_copies(self._session, copies, (tensors or {}).items())
+        verifier.failure = verifier.failure or failure
+        watch.lap("digest")
         del tensors
         self._verify_all(outgoing, verifier)
         return dense_volume(plan)

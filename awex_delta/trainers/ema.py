@@ -11,7 +11,7 @@ import torch
 
 from awex_delta.detection.pieces import Piece, Runs, Scratch, in_order, nonzero, pieces
 from awex_delta.detection.slices import Detection, OwnedSlice
-from awex_delta.errors import AwexDeltaError, ConfigError, UnsupportedError
+from awex_delta.errors import AwexDeltaError, ConfigError, UnsupportedError, listed
 from awex_delta.lines.bits import add_codes, round_to_bf16, step_code
 from awex_delta.lines.changes import Changes
 from awex_delta.lines.storages import unreadable
@@ -223,7 +223,7 @@ class EmaShadow:
         expected = {key: tensor.numel() for key, tensor in self._averages.items()}
         if sizes != expected:
             wrong = sorted(key for key in sizes | expected if sizes.get(key) != expected.get(key))
-            raise ConfigError(f"averages of another layout: {wrong[0]} and {len(wrong) - 1} more differ")
+            raise ConfigError(f"averages of another layout: {listed(wrong)} differ")
         for key, tensor in state.items():
             self._averages[key].copy_(tensor)
         self._changes = Changes.none()

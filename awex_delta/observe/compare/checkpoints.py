@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 
 from awex_delta import disk
 from awex_delta.errors import ConfigError, DiskError
-from awex_delta.wire.digest import MODULUS, as_unsigned, salt_of, sum_at
+from awex_delta.wire.digest import MODULUS, as_unsigned, salt_of, sum_whole
 
 PIECE_BYTES = 16 << 20
 """Of a tensor, this much is in memory at a time, or one row."""
@@ -116,8 +116,7 @@ class Checkpoint:
         """
         total, start = 0, 0
         for piece in self.pieces(name):
-            index = torch.arange(start, start + piece.numel(), device="cpu")
-            total += as_unsigned(sum_at(index, piece, salt_of(salted_as or name)))
+            total += as_unsigned(sum_whole(piece, salt_of(salted_as or name), start=start))
             start += piece.numel()
         return total % MODULUS
 
