@@ -132,6 +132,7 @@ class DiskWriter(TrainerEnd):
         Raises ConnectError if a rank is missing, or what they hold does not fit together.
         Collective: yes, over the trainer ranks.
         """
+        self._comm.require_open("DiskWriter")
         self._join("connect")
 
     def update_weights(self, version: int) -> UpdateStats:
@@ -148,7 +149,7 @@ class DiskWriter(TrainerEnd):
             What this rank packed.
 
         Raises:
-            ConfigError: `version` is not an int of at least 0.
+            ConfigError: `version` is not an int of at least 0, or this is closed.
             ConnectError: ranks are missing, or do not fit.
             WeightsAwayError: live weights of a trainer rank were freed, moved or replaced; nothing was
                 begun. Bring them back and call again.
@@ -158,6 +159,7 @@ class DiskWriter(TrainerEnd):
         Collective: yes, over the trainer ranks.
         """
         check_version(version)
+        self._comm.require_open("DiskWriter")
         watch = Stopwatch()
         self._finish()
         watch.lap("wait")

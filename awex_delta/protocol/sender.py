@@ -74,10 +74,10 @@ class Sender(TrainerEnd):
             device: where the weights live, None for the CPU.
 
         Raises:
-            ConfigError: a rank or the world size is not allowed.
+            ConfigError: an argument has a wrong type, or a rank or the world size is not allowed.
         """
-        rendezvous.require_both_sides()
         super().__init__(view, rendezvous, trainer_rank, settings, on_phase=on_phase, device=device)
+        rendezvous.require_both_sides()
         self._changed_by_key: Mapping[str, int] | None = None  # of the last committed delta
         self._sums: Mapping[str, int] = {}  # in a full sync, digests of what other ranks hold copies of
         self._unexpected_full = 0
@@ -95,10 +95,12 @@ class Sender(TrainerEnd):
         """Meet the engines, agree on the plan, refuse what does not fit. Idempotent.
 
         Raises:
+            ConfigError: it is closed.
             ConnectError: a rank is missing, or the two sides do not fit. No weight was touched.
 
         Collective: yes, over all transfer ranks.
         """
+        self._comm.require_open("Sender")
         self._join("connect")
 
     def update_weights(self, version: int) -> UpdateStats:
@@ -114,7 +116,7 @@ class Sender(TrainerEnd):
             What this rank did. Every rank of both sides has committed `version`, or failed.
 
         Raises:
-            ConfigError: `version` is not an int of at least 0.
+            ConfigError: `version` is not an int of at least 0, or this is closed.
             ConnectError: ranks are missing, or do not fit.
             WeightsAwayError: live weights of a rank of either side were freed, moved or replaced; nothing
                 was begun. Bring them back and call again.
@@ -124,6 +126,7 @@ class Sender(TrainerEnd):
         Collective: yes, over all transfer ranks.
         """
         check_version(version)
+        self._comm.require_open("Sender")
         watch = Stopwatch()
         try:
             with in_step(self._comm):

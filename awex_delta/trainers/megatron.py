@@ -24,6 +24,7 @@ from awex_delta.trainers.megatron_layout import (
     OwnedPart,
     Shard,
     canonical_name,
+    check_training,
     check_tying,
     global_layer_ids,
     named_parameters,
@@ -93,10 +94,12 @@ class MegatronTrainer:
             router_dtype: dtype of the router weight in the engines: "bf16", "fp16" or "fp32".
 
         Raises:
+            ConfigError: an argument is not what it has to be, or Megatron's process groups do not exist yet.
             UnsupportedError: a trainable parameter is stepped by no optimizer, AWEX cannot convert a
                 weight, lm_head is tied in `hf_config` alone, or Megatron's objects lack something that
                 is needed.
         """
+        check_training(model_chunks, hf_config, settings)
         check_tying(model_chunks, tied=hf_config.tie_word_embeddings)
         info = rank_info()
         layer_ids = global_layer_ids(model_chunks)

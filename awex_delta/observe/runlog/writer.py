@@ -23,6 +23,7 @@ from awex_delta.errors import ConfigError
 from awex_delta.protocol.stats import PartCount, UpdateStats
 from awex_delta.protocol.verdict import Reason
 from awex_delta.settings.agreed import DeltaSettings
+from awex_delta.settings.arguments import require
 
 FORMAT = 1
 """Version of the format, in every header. A reader ignores fields that it does not know."""
@@ -127,6 +128,9 @@ class RunLog:
         Raises:
             ConfigError: the file cannot be written.
         """
+        require((str, Path), "a path", path=path)
+        require((DeltaSettings, type(None)), "what resolve(...).settings is", settings=settings)
+        require(int, "a whole number", rank=rank, num_ranks=num_ranks)
         self.path = rank_path(Path(path), rank)
         header = RunHeader(
             started=time.time(),
