@@ -121,7 +121,7 @@ def _require_rank(count: int, **given: int) -> None:
     for name, rank in given.items():
         if not 0 <= rank < count:
             raise ConfigError(
-                f"{name}={rank} is outside [0, {count}). Remedy: let the rendezvous count all ranks of that side"
+                f"{name}={rank} is outside [0, {count}). Remedy: count all ranks of that side in it"
             )
 
 

@@ -13,10 +13,12 @@ from awex_delta.detection.slices import Detection
 from awex_delta.errors import WeightsAwayError
 from awex_delta.lines.changes import Changes
 from awex_delta.lines.ends import LineEnd
+from awex_delta.lines.finite import not_finite
 from awex_delta.observe.runlog.tally import count_parts
 from awex_delta.plan.rank import PairKey
-from awex_delta.plan.shards import dense_volume
+from awex_delta.plan.shards import dense_volume, sent_names
 from awex_delta.protocol.agreement import Decision, check_arrived
+from awex_delta.protocol.finite import FiniteCheck
 from awex_delta.protocol.ledger import check_version
 from awex_delta.protocol.outgoing import Outgoing
 from awex_delta.protocol.pipeline import Pack, send_frames
@@ -81,6 +83,7 @@ class Sender(TrainerEnd):
         self._changed_by_key: Mapping[str, int] | None = None  # of the last committed delta
         self._sums: Mapping[str, int] = {}  # in a full sync, digests of what other ranks hold copies of
         self._unexpected_full = 0
+        self._finite, self._num_not_finite = FiniteCheck(settings), 0
         self._bytes_per_second: float | None = None  # of the last transfer that was large enough to tell
 
     @property
@@ -184,6 +187,7 @@ class Sender(TrainerEnd):
 
         counts, failure = self._session.attempt(None, settle)
         mine = {"bytes": num_bytes, "changed": detection.num_changed, "owned": detection.num_owned}
+        mine["not_finite"] = self._num_not_finite
         copies, sums = self._session.met.plan.copies, self._sums
         told = parity(self._rank, copies, sums)
         failure = verifier.failure or failure
@@ -242,7 +246,9 @@ class Sender(TrainerEnd):
         codec = cheapest(self._session.codecs, share, self._bytes_per_second)
         frames: dict[PairKey, list[Pack]] = {}
         total = 0
-        for key, changes in outgoing.changes(detection.changes).items():
+        found = outgoing.with_values(detection.changes)
+        self._num_not_finite = self._finite.count(outgoing.not_finite(found))
+        for key, changes in outgoing.changes(found).items():
             pair, end = outgoing.pairs[key], outgoing.ends[key]
             if not changes.num_changed and not pair.whole:
                 continue
@@ -269,7 +275,7 @@ class Sender(TrainerEnd):
     ) -> tuple[int, int]:
         late = self._gather(outgoing)
         _, later = self._session.attempt(None, outgoing.conversion.convert_together)
-        tensors, here = self._session.attempt("prepare", outgoing.conversion.all)
+        tensors, here = self._session.attempt("prepare", lambda: self._prepare(outgoing))
         self._session.agree("prepare", failure or late or later or here)
         watch.lap("prepare")
         plan = self._session.met.plan.dense
@@ -280,7 +286,15 @@ class Sender(TrainerEnd):
         self._verify_all(outgoing, verifier)
         return dense_volume(plan)
 
+    def _prepare(self, outgoing: Outgoing) -> dict[str, torch.Tensor]:
+        """All HF tensors of this rank."""
+        tensors, sends = outgoing.conversion.all(), sent_names(self._session.met.plan.dense)
+        found = not_finite({name: tensor for name, tensor in tensors.items() if name in sends})
+        self._num_not_finite = self._finite.count(found)
+        return tensors
+
     def _report(self, stats: UpdateStats) -> None:
+        self._finite.tell(stats, self._rank)
         self._unexpected_full = 0 if stats.verdict.reason in _EXPECTED_FULL else self._unexpected_full + 1
         share = stats.total_changed / stats.total_owned if stats.total_owned else 0.0
         logger.log(

@@ -139,7 +139,8 @@ class TrainerEnd:
         # failed, and would take it for what is true of the weights that are sent now.
         detection, failure = self._session.attempt("detect", self._view.detect)
         if doubt is not Reason.NONE:
-            return Detection(reason=doubt)
+            detail = f"{self._ledger.version} was committed, {version} was asked for"
+            return Detection(reason=doubt, detail=detail if doubt is Reason.VERSION_GAP else "")
         return detection or Detection(reason=Reason.DETECTION_FAILED, detail=failure)
 
     def _proposal(self, version: int, detection: Detection, failure: str) -> Proposal:

@@ -68,6 +68,7 @@ class DeltaSettings:
         "weight_update_connect_timeout_seconds", "DTE_CONNECT_TIMEOUT_SECONDS", local=True
     )
     secret_source: str = _setting("weight_update_secret_source", "DTE_SECRET_SOURCE", local=True)
+    not_finite: str = _setting("weight_update_not_finite", "DTE_NOT_FINITE", local=True)
     transport: str = _setting("weight_update_transport", "DTE_TRANSPORT")
     disk_url: str = _setting("weight_update_disk_url", "DTE_DISK_URL")
     disk_kind: str = _setting("weight_update_disk_kind", "DTE_DISK_KIND")

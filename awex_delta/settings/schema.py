@@ -17,6 +17,7 @@ from awex_delta.errors import ConfigError
 from awex_delta.settings.arguments import require
 
 WorldSizePolicy = Literal["power_of_two", "any"]
+NotFinite = Literal["warn", "refuse"]
 DeltaVerify = Literal["off", "touched", "full"]
 DeltaMethod = Literal["adamw", "capture", "snapshot"]
 Transport = Literal["p2p", "disk"]
@@ -160,6 +161,11 @@ class TrainEngineConfig(_SideConfig):
     owner can read, or `env:NAME`, a variable of each rank's environment. Each rank proves to every other that
     it holds the secret, and what they tell each other is sealed with it. Empty: whoever reaches the store can
     take a seat. It counts with `enable_delta_weight_update` off, too. See docs/en/security.md."""
+
+    weight_update_not_finite: NotFinite = "warn"
+    """What is done about weights that are NaN or infinite. `warn`: they are sent, counted, and told of once.
+    `refuse`: the update fails on all ranks before any engine is written. A delta looks at what changed and at
+    what travels whole, a full sync at everything that it sends."""
 
     weight_update_transport: Transport = "p2p"
     """How updates reach the engines. `p2p`: from rank to rank, all of them at once. `disk`: through a

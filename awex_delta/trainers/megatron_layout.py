@@ -126,7 +126,7 @@ def check_training(chunks: Any, hf_config: Any, settings: Any) -> None:
     if not chunks or wrong is not None:
         raise ConfigError(
             f"model_chunks = [{'' if wrong is None else type(wrong).__name__}]: this is no model of "
-            "Megatron's. Remedy: give what get_model returned; a model of plain torch is followed by TorchAdamWTrainer"
+            "Megatron's. Remedy: give what get_model returned; TorchAdamWTrainer takes a model of plain torch"
         )
     lacking = [n for n in _HF_CONFIG if not hasattr(hf_config, n) or getattr(hf_config, n) is None]
     if lacking:

@@ -87,6 +87,7 @@ class UpdateLine(_Line):
     total_wire_bytes: Count = 0
     total_changed: Count = 0
     total_owned: Count = 0
+    total_not_finite: Count = 0
     full_bytes: Count = 0
     verified: str = "off"
     seconds: dict[str, Seconds] = Field(default_factory=dict)
