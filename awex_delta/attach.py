@@ -172,7 +172,8 @@ def _require_transport(settings: DeltaSettings, transport: str) -> None:
     require(DeltaSettings, "what resolve(...).settings is", settings=settings)
     if settings.transport != transport:
         raise ConfigError(
-            f"weight_update_transport={settings.transport!r}: this call is for {transport!r}; attach with "
+            f"weight_update_transport={settings.transport!r}: this call is for {transport!r}. "
+            "Remedy: attach with "
             + (
                 "attach_..._disk"
                 if settings.transport == "disk"

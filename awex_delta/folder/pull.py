@@ -155,6 +155,8 @@ class LocalCheckpoint:
         self._read_bytes = self._written_bytes = 0
         self._links, self._in_place, self._problems = [], [], []
         self._progress = progress or Progress()
+        if not self.path.exists() and not self._source.versions():  # then nothing is made there
+            raise ChainError(f"there is no version in {self._source.url}")
         with alone(self.path):
             self._finish()
             self._held = self.marker()

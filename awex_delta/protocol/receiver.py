@@ -73,10 +73,10 @@ class Receiver:
         Raises:
             ConfigError: an argument has a wrong type, or a rank or the world size is not allowed.
         """
-        require(EngineView, "an EngineView, such as TransformersEngine(model)", view=view)
         require(Rendezvous, "a Rendezvous", rendezvous=rendezvous)
         require(str, "a name", engine=engine)
         require(DeltaSettings, "what resolve(...).settings is", settings=settings)
+        self._bound = Bound(view)
         rendezvous.require_both_sides()
         self._view = view
         self._rank = engine_rank
@@ -84,7 +84,6 @@ class Receiver:
         self._comm = Comm(rendezvous, rendezvous.engine_seat(engine_rank), settings, device)
         self._session = Session(self._comm, settings, self._describe, on_phase)
         self._ledger = EngineLedger()
-        self._bound = Bound(view)
         self._described: dict[str, tuple[Any, ...]] = {}  # what all ranks know of the tensors
         self._targets: dict[str, torch.Tensor] = {}  # in the order of the engine's line
         self._storages: Storages | None = None

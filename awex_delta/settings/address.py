@@ -50,7 +50,7 @@ def listen(host: str, port: int) -> socket.socket:
         family, *_, address = min(found, key=lambda one: one[0] is not socket.AF_INET)
         both = host == "::" and socket.has_dualstack_ipv6()
         return socket.create_server(address, family=family, dualstack_ipv6=both)
-    except (OSError, UnicodeError) as error:
+    except (OSError, UnicodeError, OverflowError) as error:
         why = (
             error.strerror.partition(" (while")[0] if isinstance(error, OSError) and error.strerror else error
         )

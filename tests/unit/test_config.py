@@ -81,6 +81,7 @@ WRITTEN = [
             ("release_grad_buffers", True, False),
             ("timeout_seconds", 7.0, False),
             ("connect_timeout_seconds", 0.5, False),
+            ("not_finite", "refuse", False),
             ("keep_anchors", 5, True),
             ("read_workers", 9, False),
         ]
