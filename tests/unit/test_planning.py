@@ -18,9 +18,11 @@ from awex_delta.cli.plan import as_data, plan_preset
 from awex_delta.errors import ConfigError
 from awex_delta.lines.changes import Changes
 from awex_delta.presets.files import PRESETS, ModelShape, read_preset
-from awex_delta.presets.forecast import SHARES, bytes_per_change, count_parameters, plan_run
+from awex_delta.presets.forecast import SHARES, count_parameters, plan_run
+from awex_delta.presets.seconds import seconds_by_link
 from awex_delta.settings.allocation import parse_allocation
 from awex_delta.settings.schema import RolloutConfig, TrainEngineConfig
+from awex_delta.wire.choice import expected_bytes
 from awex_delta.wire.registry import CODECS
 from awex_delta.wire.spans import Span
 
@@ -130,7 +132,40 @@ def test_expected_bytes_are_those_of_real_frames(encoding: str, share: float) ->
     value = torch.randn(index.numel(), generator=generator).to(torch.bfloat16)
     changes = Changes(pos=index, value=value, code=code)
     body = CODECS[encoding].encode(changes, Span(0, numel), torch.bfloat16)
-    assert body.numel() / index.numel() == pytest.approx(bytes_per_change(encoding, share), rel=0.06)
+    assert body.numel() / index.numel() == pytest.approx(expected_bytes(encoding, share), rel=0.06)
+
+
+def test_seconds_are_bytes_work_and_detection_of_the_fullest_rank() -> None:
+    plan = plan_preset(LARGE, shares=(0.01,))
+    (row,) = seconds_by_link(plan, ["25gbit"], memory_bytes_per_second=1e12)
+    # By hand: a trainer rank sends what it owns to 2 replicas, as much as an engine rank gets.
+    counts = count_parameters(shape_of(LARGE))
+    dense = (counts.total - counts.experts - counts.copied) // 4 + counts.copied
+    elements = 2 * (counts.experts // 8 + dense // 2)
+    assert row.full == pytest.approx(2 * elements * 8 / 25e9)
+    detection = elements / 2 * 15 / 0.38e12
+    assert row.deltas["indices"] == pytest.approx(detection + 0.01 * elements * (11e-9 + 6 * 8 / 25e9))
+    assert row.best == "indices"
+    assert row.break_even == pytest.approx((row.full - detection) / (elements * (11e-9 + 6 * 8 / 25e9)))
+    fast, slow = seconds_by_link(plan, ["800gbit", "100Mbit"], memory_bytes_per_second=1e11)
+    assert fast.break_even == 0.0  # detection alone takes longer than a full sync
+    assert slow.deltas[slow.best] < slow.full / 20
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--link", "7parsec"], "--link 7parsec: no speed. Remedy: write it in mbit, gbit or tbit"),
+        (["--link", "0gbit"], "--link 0gbit: no speed"),
+        (["--changed", "0"], "changed = 0: no share of elements. Remedy: write one between 0 and 1"),
+        (["--changed", "nan"], "changed = nan"),
+        (["--memory", "-3"], "--memory -3: no bandwidth. Remedy: write GB/s"),
+    ],
+)
+def test_assumptions_that_are_none_are_refused(options: list[str], says: str) -> None:
+    result = CliRunner().invoke(app, ["plan", "qwen3_30b_a3b", *options])
+    assert result.exit_code == 2
+    assert says in " ".join(result.output.split())
 
 
 def test_a_model_that_does_not_divide_is_refused_with_the_letter() -> None:
@@ -192,6 +227,7 @@ def test_the_command_prints_the_same_numbers_as_json() -> None:
     data = json.loads(result.output)
     assert data["parameters"]["total"] == 30_532_122_624
     assert data["full_bytes"] == plan_preset(LARGE).full_bytes
+    assert {row["link"] for row in data["seconds"]} == {"1gbit", "10gbit", "25gbit", "100gbit", "400gbit"}
 
 
 def test_the_command_prints_a_table_for_people() -> None:
