@@ -465,6 +465,7 @@ def test_worker_environment_by_default() -> None:
         "DTE_RELEASE_GRAD_BUFFERS": "False",
         "DTE_TIMEOUT_SECONDS": "300.0",
         "DTE_CONNECT_TIMEOUT_SECONDS": "300.0",
+        "DTE_NOT_FINITE": "warn",
         "DTE_SECRET_SOURCE": "",
         "DTE_TRANSPORT": "p2p",
         "DTE_DISK_URL": "",
