@@ -95,7 +95,7 @@ class StepFollower(Follower):
         """keys: names the slices to look at; None means all."""
         slices = [owned for owned in self._owned_slices() if keys is None or owned.key in keys]
         if self._is_followed():
-            detection = detect_or_doubt(slices, self._journal.plan)
+            detection = self._journal.explained(detect_or_doubt(slices, self._journal.plan))
             if detection.reason is Reason.NONE:
                 detection = self._journal.doubt(slices) or detection
             self._tell(detection)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -77,7 +77,7 @@ class StepJournal:
         self._base: dict[str, int] = {}
         self._standing: dict[str, _Standing] = {}
         self._sample = MasterSample()
-        self._warned = False
+        self._not_adamw: set[str] = set()  # classes
 
     def watch(self, stepped: SteppedParams) -> None:
         """Record every later step of an optimizer.
@@ -132,6 +132,14 @@ class StepJournal:
         if num_steps != 1 or (record.calls > 1 and not record.skippable):
             return Reason.STEP_GAP
         return record.used if isinstance(record.used, Reason) else record.used.at(owned.step)
+
+    def explained(self, detection: Detection) -> Detection:
+        """A detection; one that refuses an optimizer says of which class it is, and what to do."""
+        if detection.reason is not Reason.NOT_ADAMW:
+            return detection
+        names = ", ".join(sorted(self._not_adamw))
+        remedy = "set weight_update_delta_method: capture, or train with a decoupled AdamW without amsgrad"
+        return replace(detection, detail=f"{detection.detail}: the optimizer is {names}. Remedy: {remedy}")
 
     def doubt(self, slices: Iterable[OwnedSlice]) -> Detection | None:
         """What speaks against the steps that `plan` gave, once the slices have been looked at.
@@ -264,9 +272,9 @@ class StepJournal:
         self._disturbed.update(dict.fromkeys(keys, reason))
 
     def _warn_not_adamw(self, optimizer: torch.optim.Optimizer) -> None:
-        if not self._warned:
+        if not self._not_adamw:
             _log.warning("%s is not a decoupled AdamW: every update is a full sync", type(optimizer).__name__)
-        self._warned = True
+        self._not_adamw.add(type(optimizer).__name__)
 
 
 def _used_now(optimizer: torch.optim.Optimizer) -> Sequence[Used]:

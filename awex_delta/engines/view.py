@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from awex_delta.errors import LayoutError, UpdateError, listed
 from awex_delta.garbage import uncollected
 from awex_delta.lines.storages import unreadable
+from awex_delta.settings.arguments import require
 
 _Places = list[tuple[Any, ...]]  # of each tensor its name, where it lies, and how it looks
 
@@ -208,7 +209,8 @@ class Bound:
     """
 
     def __init__(self, view: EngineView) -> None:
-        """Bind nothing yet."""
+        """Bind nothing yet. Raises ConfigError if it is no view."""
+        require(EngineView, "an EngineView, such as TransformersEngine(model)", view=view)
         self._view = view
         self._places: _Places | None = None
         self.parts: tuple[EngineTensor, ...] = ()

@@ -102,8 +102,8 @@ def check_layouts(world: World) -> None:
         extra = sorted(name for name in held.keys() - offered.keys() if not held[name][1])
         if missing or extra:
             raise LayoutError(
-                f"engine {engine!r} and the trainer name different tensors: only the trainer has "
-                f"{_some(missing)}; only the engine has {_some(extra)}"
+                f"engine {engine!r} and the trainer name different tensors: "
+                f"{_only(missing, extra)}{_about_a_head(missing, extra)}"
             )
         for name, (dtype, alias) in sorted(held.items()):
             if alias and name in offered and not {name, alias} <= tied:
@@ -260,6 +260,22 @@ def check_global_shapes(world: World, shapes: Mapping[str, tuple[int, ...]]) -> 
                     f"{name}: the trainer holds shape {list(unpadded)}, engine {engine.engine!r} "
                     f"{list(layout.global_shapes[place])}"
                 )
+
+
+def _only(missing: Sequence[str], extra: Sequence[str]) -> str:
+    sides = (("the trainer", missing), ("the engine", extra))
+    return "; ".join(f"only {side} has {_some(names)}" for side, names in sides if names)
+
+
+def _about_a_head(missing: Sequence[str], extra: Sequence[str]) -> str:
+    """What to do if lm_head is all that differs: one side was told that it is the embedding."""
+    if {*missing, *extra} != {TIED_HEAD}:
+        return ""
+    tied, apart = ("the engine", "the trainer") if missing else ("the trainer", "the engine")
+    return (
+        f": {tied} ties it to the embedding, {apart} does not. Remedy: give both sides a model and a "
+        "configuration of the same tie_word_embeddings"
+    )
 
 
 def _some(names: Sequence[str]) -> str:

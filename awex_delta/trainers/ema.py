@@ -16,6 +16,7 @@ from awex_delta.lines.bits import add_codes, round_to_bf16, step_code
 from awex_delta.lines.changes import Changes
 from awex_delta.lines.storages import unreadable
 from awex_delta.protocol.verdict import Reason
+from awex_delta.settings.arguments import require
 from awex_delta.trainers.view import GatheringTrainerView, TrainerLayout, TrainerView, WeightInfo
 
 _PIECE = 1 << 20
@@ -52,6 +53,8 @@ class EmaShadow:
             ConfigError: `alpha` is outside (0, 1].
             UnsupportedError: a trained weight has no fp32 master, or is not current on this rank.
         """
+        require(GatheringTrainerView, "a trainer whose ranks gather, such as MegatronTrainer", view=view)
+        require((int, float), "a number", alpha=alpha)
         if not (math.isfinite(alpha) and 0.0 < alpha <= 1.0):
             raise ConfigError(f"alpha={alpha}: give the weight of the policy in each average, in (0, 1]")
         known = view.detect()

@@ -24,6 +24,7 @@ from awex_delta.trainers.megatron_layout import (
     Shard,
     canonical_name,
     check_model,
+    check_training,
     global_layer_ids,
     named_parameters,
     optimizer_shards,
@@ -92,11 +93,13 @@ class MegatronTrainer:
             router_dtype: dtype of the router weight in the engines: "bf16", "fp16" or "fp32".
 
         Raises:
+            ConfigError: an argument is not what it has to be, or Megatron's process groups do not exist yet.
             UnsupportedError: a trainable parameter is stepped by no optimizer, AWEX cannot convert a weight
                 or drops one that is trained, a rank holds parts of weights (FSDP, generalized tensor
                 parallelism), lm_head is tied in `hf_config` alone, or Megatron's objects lack something
                 that is needed.
         """
+        check_training(model_chunks, hf_config, settings)
         text = hf_config.get_text_config()
         check_model(model_chunks, tied=text.tie_word_embeddings)
         info = rank_info()

@@ -20,8 +20,11 @@ from megatron.core.optimizer.optimizer import (
     FP32Optimizer,
     MegatronOptimizer,
 )
+from megatron.core.transformer.module import MegatronModule
 
-from awex_delta.errors import UnsupportedError
+from awex_delta.errors import ConfigError, UnsupportedError
+from awex_delta.settings.agreed import DeltaSettings
+from awex_delta.settings.arguments import require
 
 RankInfo = Mapping[str, int | str | bool]
 
@@ -29,6 +32,7 @@ RankInfo = Mapping[str, int | str | bool]
 _LOCAL_SPEC_NAMES: Mapping[str, str] = {
     ".input_layernorm.weight": ".self_attention.linear_qkv.layer_norm_weight",
 }
+_HF_CONFIG = ("architectures", "vocab_size", "tie_word_embeddings")
 _LAYER = re.compile(r"(?:^|\.)decoder\.layers\.(\d+)$")
 
 
@@ -118,6 +122,29 @@ def check_model(chunks: Sequence[torch.nn.Module], *, tied: bool) -> None:
             )
 
 
+def check_training(chunks: Any, hf_config: Any, settings: Any) -> None:
+    """Refuse what is no training of Megatron's, before anything of it is read. Raises ConfigError."""
+    require(DeltaSettings, "what resolve(...).settings is", settings=settings)
+    require((list, tuple), "what get_model returned, a list of model chunks", model_chunks=chunks)
+    wrong = next((chunk for chunk in chunks if not isinstance(chunk, MegatronModule)), None)
+    if not chunks or wrong is not None:
+        raise ConfigError(
+            f"model_chunks = [{'' if wrong is None else type(wrong).__name__}]: this is no model of "
+            "Megatron's. Remedy: give what get_model returned; TorchAdamWTrainer takes a model of plain torch"
+        )
+    lacking = [n for n in _HF_CONFIG if not hasattr(hf_config, n) or getattr(hf_config, n) is None]
+    if lacking:
+        raise ConfigError(
+            f"hf_config is a {type(hf_config).__name__} without {', '.join(lacking)}. Remedy: give the "
+            "AutoConfig of the HF model that the engines serve"
+        )
+    if not mpu.model_parallel_is_initialized():
+        raise ConfigError(
+            "model_chunks: Megatron's process groups do not exist on this rank. Remedy: call "
+            "torch.distributed.init_process_group and Megatron's initialize_model_parallel first"
+        )
+
+
 def global_layer_ids(chunks: Sequence[torch.nn.Module]) -> dict[tuple[int, int], dict[int, int]]:
     """(pipeline rank, chunk) -> local layer number -> global layer number, both from 0."""
     pp_rank = mpu.get_pipeline_model_parallel_rank()
@@ -172,6 +199,7 @@ def optimizer_shards(optimizer: Any) -> list[Shard]:
         optimizer: what `get_megatron_optimizer` returned.
 
     Raises:
+        ConfigError: it is none of Megatron's optimizers.
         UnsupportedError: an optimizer class whose shards are not known, or an attribute that this
             release of megatron-core lacks.
     """
@@ -190,6 +218,11 @@ def _all_shards(optimizer: Any) -> Iterator[Shard]:
     elif isinstance(optimizer, ChainedOptimizer):
         for part in optimizer.chained_optimizers:
             yield from _all_shards(part)
+    elif not isinstance(optimizer, MegatronOptimizer):
+        raise ConfigError(
+            f"optimizer is a {type(optimizer).__name__}, none of Megatron's. Remedy: give what "
+            "get_megatron_optimizer returned"
+        )
     elif not optimizer.is_stub_optimizer:
         # A stub stands where all parameters of a rank are frozen: it steps nothing.
         yield from _shards_of(optimizer)

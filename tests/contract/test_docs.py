@@ -226,7 +226,7 @@ def test_the_protocol_page_names_the_settings_that_must_be_equal() -> None:
     assert sentence is not None
     local = {
         *("accumulate", "method", "release_grad_buffers"),
-        *("timeout_seconds", "connect_timeout_seconds", "read_workers", "secret_source"),
+        *("timeout_seconds", "connect_timeout_seconds", "read_workers", "secret_source", "not_finite"),
     }
     shared = set(awex_delta.DeltaSettings.__slots__) - local
     assert set(re.findall(r"`(\w+)`", sentence[1])) == shared

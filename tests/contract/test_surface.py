@@ -51,6 +51,7 @@ TRAIN_SETTINGS = {
     "weight_update_disk_url": "",
     "weight_update_disk_kind": "delta",
     "weight_update_keep_anchors": 2,
+    "weight_update_not_finite": "warn",
     "weight_update_read_workers": 4,
     "use_lora": False,
     "ppo_n_minibatches": 1,

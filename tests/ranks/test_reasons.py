@@ -195,11 +195,13 @@ def test_an_optimizer_that_cannot_be_inverted_is_synchronized_in_full(
         stats = pairing.commit(version)
         expected = Reason.FIRST_SYNC if version == 0 else reason
         assert {s.verdict.reason for s in stats} == {expected}
+        if reason is Reason.NOT_ADAMW and version:
+            assert "the optimizer is SGD. Remedy: set weight_update_delta_method" in stats[0].verdict.detail
         assert wrong(pairing) == [{}]
 
 
 def test_version_gaps_both_ways(make: Make) -> None:
-    pairing = make()
+    pairing, before = make(), -1
     for version, reason in (
         (5, Reason.FIRST_SYNC),
         (7, Reason.VERSION_GAP),
@@ -209,6 +211,9 @@ def test_version_gaps_both_ways(make: Make) -> None:
         train(pairing)
         stats = pairing.commit(version)
         assert {s.verdict.reason for s in stats} == {reason}
+        if reason is Reason.VERSION_GAP:
+            assert stats[0].verdict.detail == f"{before} was committed, {version} was asked for"
+        before = version
         assert wrong(pairing) == [{}, {}, {}]
         assert [r.version for r in pairing.receivers] == [version] * 3
 

@@ -65,6 +65,7 @@ class Checkpoint:
         self.path = path
         self.entries: dict[str, Entry] = {}
         self._handles: dict[str, Any] = {}
+        _refuse_delta(path)
         files = _files_of(path)
         self._folder = None if files == [path] else path
         for file in files:
@@ -132,6 +133,19 @@ def _files_of(path: Path) -> list[Path]:
         what = "holds no safetensors" if disk.exists(path) else "does not exist"
         raise ConfigError(f"{str(path)!r} {what}; give the folder of a HF checkpoint, or a .safetensors file")
     return files
+
+
+def _refuse_delta(path: Path) -> None:
+    """Refuse a version of a folder that holds changes, not weights: its files are no checkpoint."""
+    metadata = _read_json(path / _INDEX).get("metadata") if path.is_dir() else None
+    manifest = metadata.get("awex_delta") if isinstance(metadata, dict) else None
+    if isinstance(manifest, dict) and manifest.get("kind") == "delta":
+        version = manifest.get("version")
+        raise ConfigError(
+            f"{str(path)!r} is version {version} of a folder, a delta on version "
+            f"{manifest.get('base_version')}: it holds changes, not weights. Remedy: make a whole checkpoint "
+            f"of it by awex-delta pull {path.parent} CHECKPOINT --version {version}, and compare that"
+        )
 
 
 def _check_index(path: Path, found: Mapping[str, Entry]) -> None:

@@ -24,6 +24,7 @@ from awex_delta.observe.runlog.trackers import Trackers, checked_trackers
 from awex_delta.protocol.stats import PartCount, UpdateStats
 from awex_delta.protocol.verdict import Reason
 from awex_delta.settings.agreed import DeltaSettings
+from awex_delta.settings.arguments import require
 
 FORMAT = 1
 """Version of the format, in every header. A reader ignores fields that it does not know."""
@@ -87,6 +88,7 @@ class UpdateLine(_Line):
     total_wire_bytes: Count = 0
     total_changed: Count = 0
     total_owned: Count = 0
+    total_not_finite: Count = 0
     full_bytes: Count = 0
     verified: str = "off"
     seconds: dict[str, Seconds] = Field(default_factory=dict)
@@ -132,6 +134,9 @@ class RunLog:
             ConfigError: the file cannot be written, or a tracker is not known, not installed, or begins
                 no run.
         """
+        require((str, Path), "a path", path=path)
+        require((DeltaSettings, type(None)), "what resolve(...).settings is", settings=settings)
+        require(int, "a whole number", rank=rank, num_ranks=num_ranks)
         names = checked_trackers(trackers)
         self.path = rank_path(Path(path), rank)
         header = RunHeader(
