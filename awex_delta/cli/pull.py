@@ -75,7 +75,7 @@ def _pause(seconds: float) -> None:
 def _pull(checkpoint: pulling.LocalCheckpoint, version: int | None, console: Console) -> pulling.Pulled:
     """One pull with a bar."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("reading", total=None, visible=False)
         done = checkpoint.pull(
             version,

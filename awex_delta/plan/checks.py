@@ -16,8 +16,9 @@ from awex_delta.plan.describe import EngineColumns, EngineSpec, TrainerColumns, 
 from awex_delta.plan.pairs import Pair, engine_line
 from awex_delta.plan.world import World
 
-VOCAB_TENSORS = ("model.embed_tokens.weight", "lm_head.weight")
+EMBEDDINGS = ("model.embed_tokens.weight", "model.language_model.embed_tokens.weight")
 TIED_HEAD = "lm_head.weight"
+VOCAB_TENSORS = (*EMBEDDINGS, TIED_HEAD)
 
 
 def check_ownership(trainers: Sequence[TrainerSpec], rank: int) -> None:
@@ -105,7 +106,7 @@ def check_layouts(world: World) -> None:
                 f"{_some(missing)}; only the engine has {_some(extra)}"
             )
         for name, (dtype, alias) in sorted(held.items()):
-            if alias and name in offered and {name, alias} != tied:
+            if alias and name in offered and not {name, alias} <= tied:
                 raise LayoutError(
                     f"{name}: engine {engine!r} ties it to {alias}, but the trainer trains the two "
                     "apart: serve the model with untied weights (tie_word_embeddings)"

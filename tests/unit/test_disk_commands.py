@@ -108,7 +108,9 @@ def test_transformers_loads_anchors_and_generates_the_same_after_replay(build: B
     assert generated(model) != first  # training moved it
     assert generated(served) == generated(model)
     checkpoint = tmp_path / "local"
-    assert invoke("pull", str(tmp_path / "run"), str(checkpoint)).stdout.startswith("version 2: 3 applied")
+    pulled = invoke("pull", str(tmp_path / "run"), str(checkpoint))
+    assert pulled.stdout.startswith("version 2: 3 applied")
+    assert pulled.stderr == ""  # no bar in a pipe
     assert invoke("pull", str(tmp_path / "run"), str(checkpoint)).stdout == "version 2: nothing to do\n"
     again = json.loads(invoke("pull", str(tmp_path / "run"), str(checkpoint), "--json").stdout)
     assert again == {

@@ -20,7 +20,8 @@ PIECE_BYTES = 16 << 20
 """Of a tensor, this much is in memory at a time, or one row."""
 
 _INDEX = "model.safetensors.index.json"
-_LM_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+_LM_HEAD = "lm_head.weight"
+_EMBEDDINGS = ("model.embed_tokens.weight", "model.language_model.embed_tokens.weight")
 _DTYPES: Mapping[str, torch.dtype] = {
     "BF16": torch.bfloat16,
     "F16": torch.float16,
@@ -91,8 +92,8 @@ class Checkpoint:
         """The own name of a tensor that may be tied here; None where it is not there."""
         if name in self.entries:
             return name
-        tied = self._folder is None or _says_tied(self._folder)
-        return _EMBEDDING if name == _LM_HEAD and _EMBEDDING in self.entries and tied else None
+        tied = name == _LM_HEAD and (self._folder is None or _says_tied(self._folder))
+        return next((one for one in _EMBEDDINGS if tied and one in self.entries), None)
 
     def pieces(self, name: str) -> Iterator[torch.Tensor]:
         """The elements of a tensor in order, flat, a piece at a time."""
