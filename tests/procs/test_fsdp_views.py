@@ -185,7 +185,7 @@ def _on_meta(training: FsdpTraining) -> None:
 
 def _three_dimensions(training: FsdpTraining) -> None:
     model = _unsharded(training)
-    model.conv = nn.Conv1d(2, 2, 3)
+    model.register_parameter("cube", nn.Parameter(torch.zeros(2, 2, 3)))
     fully_shard(model, mp_policy=_policy(torch.bfloat16))
     training.model, training.optimizer = model, torch.optim.AdamW(model.parameters())
 
@@ -199,7 +199,7 @@ REFUSED: Mapping[str, Change] = {
     r"hf_config.tie_word_embeddings=True, but the model does not tie lm_head.weight": _tied,
     r"model.embed_tokens.weight is computed with in torch.float64; .*Remedy: give fully_shard": _double,
     r"model.embed_tokens.weight lies on meta, its mesh on cpu. Remedy": _on_meta,
-    r"conv.weight: this rank holds \(2, 2, 3\) .*Remedy": _three_dimensions,
+    r"cube: this rank holds \(2, 2, 3\) .*Remedy": _three_dimensions,
 }
 
 
