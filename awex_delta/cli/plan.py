@@ -46,7 +46,7 @@ def plan(
     changed: Annotated[
         list[float] | None,
         typer.Option(
-            help="Share of changed elements, such as 0.01; may be repeated.",
+            help="Share of changed elements, such as 0.01 for 1 %; may be repeated.",
             show_default=" ".join(f"{share:g}" for share in SHARES),
         ),
     ] = None,

@@ -104,7 +104,7 @@ class RunPlan:
     rounds: rounds of the transfer schedule.
     conversion_bytes: what a full sync takes on a trainer rank besides, for converted weights.
     detection_bytes: what a delta of the largest share takes on a trainer rank besides, without frames.
-    kept_bytes: what a trainer rank keeps between updates: a byte an owned element with
+    kept_bytes: what a trainer rank keeps between updates: a byte per owned element with
         `weight_update_delta_accumulate` or the method `capture`, if much changed; the old weights with the
         method `snapshot`; else 0.
     environment: what a launcher must export to every worker.
@@ -153,13 +153,13 @@ def plan_run(
 
     shares: of changed elements, for which the bytes of a delta are said; each above 0 and below 1.
 
-    Raises ConfigError if a share is none, a setting cannot work, deltas are off, a side has more than
-    `MAX_RANKS` ranks, or the model does not divide over the ranks.
+    Raises ConfigError if a share is not between 0 and 1, a setting cannot work, deltas are off, a side has
+    more than `MAX_RANKS` ranks, or the model does not divide over the ranks.
     """
     for share in shares:
         if not 0 < share < 1:
             raise ConfigError(
-                f"changed = {share:g}: no share of elements. Remedy: write one between 0 and 1, such as 0.01"
+                f"--changed {share:g}: not a share. Remedy: give one above 0 and below 1, as in 0.01"
             )
     resolved = resolve(train, rollout)
     if resolved.topology is None:

@@ -53,7 +53,7 @@ def parse_link(text: str) -> float:
     """Bytes that a link of this speed, such as 25gbit, carries in a second. Raises ConfigError."""
     found = _LINK.fullmatch(text.strip())
     if found is None or not float(found[1]):
-        raise ConfigError(f"--link {text}: no speed. Remedy: write it in mbit, gbit or tbit, such as 25gbit")
+        raise ConfigError(f"--link {text}: not a speed. Remedy: write mbit, gbit or tbit, such as 25gbit")
     return float(found[1]) * _BITS[found[2].lower()] / 8
 
 
@@ -70,7 +70,7 @@ def seconds_by_link(
         memory_bytes_per_second: memory bandwidth of a trainer rank's device.
 
     Raises:
-        ConfigError: a speed is none.
+        ConfigError: one of the links is not a speed.
     """
     shares = dict.fromkeys(row.changed_share for row in plan.traffic)
     if not memory_bytes_per_second > 0:

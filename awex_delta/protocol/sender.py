@@ -312,9 +312,11 @@ class Sender(TrainerEnd):
         )
         if self._unexpected_full == _WARN_AFTER and self._rank == 0:
             logger.warning(
-                "%d updates in a row were full syncs, the last because %s: deltas save nothing here",
+                "%d updates in a row were full syncs, the last because %s: deltas save nothing here. "
+                "Remedy: see %s in docs/en/reasons.md",
                 self._unexpected_full,
                 stats.verdict.reason.text,
+                stats.verdict.reason.name,
             )
 
 

@@ -145,7 +145,7 @@ def _train_problems(train: TrainEngineConfig) -> Iterator[str]:
             "ppo_n_minibatches",
             "with more than one optimizer step between two updates, inverting the last one misses what the "
             "earlier ones changed",
-            "set weight_update_delta_accumulate: true, which follows every step for one byte of memory an "
+            "set weight_update_delta_accumulate: true, which follows every step for one byte of memory per "
             "owned element, or set ppo_n_minibatches: 1",
         )
     if train.weight_update_delta_accumulate and train.weight_update_delta_method != "adamw":
@@ -205,7 +205,9 @@ def _side_problems(side: TrainEngineConfig | RolloutConfig, backends: tuple[str,
     try:
         parse_allocation(side.backend, backends=backends)
     except ConfigError as error:
-        yield _problem(side, "backend", str(error), f"write an allocation such as {backends[0]}:d2p1t4")
+        named = side.backend.partition(":")[0]
+        example = f"{named if named in backends else backends[0]}:d2"
+        yield _problem(side, "backend", str(error), f"write an allocation such as {example}")
     if side.version != "v2":
         why = "deltas need the v2 control plane on both sides"
         yield _problem(side, "version", why, "set version: v2")

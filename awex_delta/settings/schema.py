@@ -130,7 +130,7 @@ class TrainEngineConfig(_SideConfig):
     weight_update_delta_accumulate: bool = False
     """Follow every optimizer step, so that a delta covers any number of them between two updates
     (`ppo_n_minibatches` above 1). It takes one byte of memory for each element whose optimizer state a
-    rank holds, and one pass of detection a step in place of one an update."""
+    rank holds, and one pass of detection per step instead of one per update."""
 
     weight_update_verify: DeltaVerify = "touched"
     """What is compared before an update commits, by 64-bit digests of the trainer's weights and of the

@@ -147,7 +147,7 @@ CROSS_REFUSALS: list[tuple[Mapping[str, object], Mapping[str, object], list[str]
         [
             "train.backend = 'ddp:d4'",
             "not one of megatron, fsdp, torch",
-            "Remedy: write an allocation such as megatron:d2p1t4",
+            "Remedy: write an allocation such as megatron:d2",
         ],
     ),
     (

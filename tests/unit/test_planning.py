@@ -155,9 +155,9 @@ def test_seconds_are_bytes_work_and_detection_of_the_fullest_rank() -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--link", "7parsec"], "--link 7parsec: no speed. Remedy: write it in mbit, gbit or tbit"),
-        (["--link", "0gbit"], "--link 0gbit: no speed"),
-        (["--changed", "0"], "changed = 0: no share of elements. Remedy: write one between 0 and 1"),
+        (["--link", "7parsec"], "--link 7parsec: not a speed. Remedy: write mbit, gbit or tbit"),
+        (["--link", "0gbit"], "--link 0gbit: not a speed"),
+        (["--changed", "0"], "--changed 0: not a share. Remedy: give one above 0 and below 1"),
         (["--changed", "nan"], "changed = nan"),
         (["--memory", "-3"], "--memory -3: no bandwidth. Remedy: write GB/s"),
     ],
