@@ -258,7 +258,7 @@ def check_global_shapes(world: World, shapes: Mapping[str, tuple[int, ...]]) -> 
             if unpadded != layout.global_shapes[place]:
                 raise LayoutError(
                     f"{name}: the trainer holds shape {list(unpadded)}, engine {engine.engine!r} "
-                    f"{list(layout.global_shapes[place])}"
+                    f"{list(layout.global_shapes[place])}. Remedy: load the engine with the trainer's model"
                 )
 
 

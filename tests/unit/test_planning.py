@@ -158,7 +158,7 @@ def test_seconds_are_bytes_work_and_detection_of_the_fullest_rank() -> None:
         (["--link", "7parsec"], "--link 7parsec: not a speed. Remedy: write mbit, gbit or tbit"),
         (["--link", "0gbit"], "--link 0gbit: not a speed"),
         (["--changed", "0"], "--changed 0: not a share. Remedy: give one above 0 and below 1"),
-        (["--changed", "nan"], "changed = nan"),
+        (["--changed", "nan"], "--changed nan"),
         (["--memory", "-3"], "--memory -3: no bandwidth. Remedy: write GB/s"),
     ],
 )
