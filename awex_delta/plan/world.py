@@ -52,7 +52,7 @@ def _check_agreed(engines: Sequence[EngineSpec], trainers: Sequence[TrainerSpec]
             if ours != theirs:
                 raise ConnectError(
                     f"{name}: trainer rank 0 has {ours!r}, {spec.role} rank {spec.rank} has {theirs!r}; "
-                    "both sides need the same setting. Remedy: start them with what worker_environment() returns"
+                    "both sides need the same setting. Remedy: start both with worker_environment()"
                 )
     for trainer in trainers:
         if trainer.architecture != trainers[0].architecture:
