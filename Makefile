@@ -30,8 +30,9 @@ with-megatron = PYTHONPATH="$(CURDIR)/.venv-megatron/$(1)"
 demo: .venv/.installed
 	$(BIN)/awex-delta demo
 
-# The report is tested in a browser. Where none can be installed, those tests are skipped by name.
-CHROMIUM := $(if $(shell command -v chromium chromium-browser google-chrome),,$(if $(filter 0,$(shell id -u)),$(if $(shell command -v apt-get),.venv/.installed-chromium)))
+# The report is tested in a browser where there is one; those tests are skipped by name elsewhere. `make test BROWSER=1`
+# installs chromium for them, a package of the system.
+CHROMIUM := $(if $(BROWSER),$(if $(shell command -v chromium chromium-browser google-chrome),,$(if $(filter 0,$(shell id -u)),$(if $(shell command -v apt-get),.venv/.installed-chromium))))
 
 # GRPO on word problems, some minutes on two cores: examples/gsm8k_grpo/README.md
 example: .venv/.installed
