@@ -24,7 +24,7 @@ import torch
 from awex_delta.detection.accumulate import AccumulatedBaseline, Follower
 from awex_delta.detection.invert import failed
 from awex_delta.detection.journal import is_capturing
-from awex_delta.detection.optimizers import SteppedParams
+from awex_delta.detection.optimizers import SteppedParams, local
 from awex_delta.detection.pieces import Piece, Runs, Scratch, in_order, nonzero, pieces
 from awex_delta.detection.slices import Detection, OwnedSlice, OwnedSlices, bf16_slices
 from awex_delta.errors import UnsupportedError
@@ -219,7 +219,8 @@ def _is_apart(owned: OwnedSlice, params: Mapping[str, torch.Tensor]) -> bool:
     """Whether what is stepped lies in other memory than the weight, so that a step leaves the old weight."""
     if owned.main is None:
         return False
-    return params[owned.key].untyped_storage().data_ptr() != owned.weight.untyped_storage().data_ptr()
+    stepped = local(params[owned.key])
+    return stepped.untyped_storage().data_ptr() != owned.weight.untyped_storage().data_ptr()
 
 
 def _changes(piece: Piece, place: torch.Tensor, before: torch.Tensor, after: torch.Tensor) -> Changes:

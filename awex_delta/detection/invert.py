@@ -19,7 +19,7 @@ import torch
 from awex_delta.detection import adamw
 from awex_delta.detection.adamw import AdamWStep
 from awex_delta.detection.pieces import Piece, Runs, Scratch, in_order, nonzero, pieces, take
-from awex_delta.detection.slices import Detection, OwnedSlice
+from awex_delta.detection.slices import BF16_OR_ROUNDED, Detection, OwnedSlice
 from awex_delta.errors import NumericsError, UnsupportedError
 from awex_delta.lines.bits import UNSTATED
 from awex_delta.lines.changes import Changes, joined
@@ -170,7 +170,7 @@ def _refusals(owned: OwnedSlice, numel: int, planned: AdamWStep | Reason | None)
     away = owned.unreadable("weight")
     if away:
         raise UnsupportedError(away)
-    if weight.dtype is not torch.bfloat16 or weight.numel() != numel:
+    if weight.dtype not in BF16_OR_ROUNDED or weight.numel() != numel:
         raise UnsupportedError(f"{owned.key}: detection needs {numel} bf16 weights, not {_describe(weight)}")
     if main is not None and main.numel() != numel:
         raise UnsupportedError(f"{owned.key}: the master of {numel} weights is {_describe(main)}")
@@ -304,7 +304,8 @@ def _is_wrong(owned: OwnedSlice, reason: Reason) -> bool:
     if reason is Reason.HYPERPARAMETERS_INVALID:
         return any(bool(moment.any()) for moment in moments)
     if reason is Reason.MASTER_MISMATCH:
-        return owned.main is not None and bool(adamw.differs_from_master(owned.main, owned.weight).any())
+        weight = owned.weight.to(torch.bfloat16)
+        return owned.main is not None and bool(adamw.differs_from_master(owned.main, weight).any())
     finite = all(bool(torch.isfinite(moment).all()) for moment in moments)
     return not finite or bool((moments[-1] < 0).any())
 

@@ -98,7 +98,9 @@ def step_counts(optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor]
 
     Counters held on a device are copied to the host together.
     """
-    raw = _counters(optimizer, params)
+    raw = [
+        local(value) if isinstance(value, torch.Tensor) else value for value in _counters(optimizer, params)
+    ]
     away = next((why for v in raw if isinstance(v, torch.Tensor) and (why := unreadable(v))), "")
     if away:
         raise UnsupportedError(f"a step counter of {_class_path(optimizer)}: {away}: bring it back first")
@@ -122,7 +124,8 @@ def moments(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """`exp_avg` and `exp_avg_sq` of one parameter, live; None before the first step."""
     state = _state(optimizer, param)
-    return state.get("exp_avg"), state.get("exp_avg_sq")
+    exp_avg, exp_avg_sq = state.get("exp_avg"), state.get("exp_avg_sq")
+    return None if exp_avg is None else local(exp_avg), None if exp_avg_sq is None else local(exp_avg_sq)
 
 
 Trace = tuple[int, int]
@@ -136,6 +139,7 @@ def trace(tensor: torch.Tensor | None) -> Trace:
     """Read the trace of a tensor; nothing of its contents is looked at."""
     if tensor is None:
         return (0, 0)
+    tensor = local(tensor)
     try:
         return (tensor.data_ptr(), tensor._version)  # noqa: SLF001 - there is no public name
     except RuntimeError:  # made in inference mode: writes are not counted at all
@@ -226,6 +230,15 @@ class SteppedParams:
 
     def _all(self) -> list[torch.Tensor]:
         return [param for group in self.optimizer.param_groups for param in group["params"]]
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a DTensor, live and without gradients; any other tensor as it is."""
+    if not hasattr(tensor, "to_local"):
+        return tensor
+    with torch.no_grad():
+        part: torch.Tensor = tensor.to_local()
+    return part
 
 
 def flat(tensor: torch.Tensor, part: slice | None = None) -> torch.Tensor:

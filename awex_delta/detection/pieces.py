@@ -117,15 +117,19 @@ class Scratch:
             name: `main`, `weight`, `exp_avg` or `exp_avg_sq`.
 
         Returns:
-            [n], an alias of live memory if the piece is of one slice.
+            [n], an alias of live memory if the piece is of one slice. Weights are bf16: those that the model
+            keeps in fp32 are rounded into the scratch piece.
         """
         parts = [getattr(owned, name) for owned in piece.slices]
+        dtype = torch.bfloat16 if name == "weight" else parts[0].dtype
         if len(parts) == 1:
-            whole: torch.Tensor = parts[0].detach()
-            return whole[piece.first : piece.last]
+            whole: torch.Tensor = parts[0].detach()[piece.first : piece.last]
+            if whole.dtype is dtype:
+                return whole
+            parts = [whole]
         buffer = self._buffers.get(name)
         if buffer is None or buffer.numel() < piece.numel:
-            buffer = self._buffers[name] = parts[0].new_empty(piece.numel)
+            buffer = self._buffers[name] = parts[0].new_empty(piece.numel, dtype=dtype)
         return torch.cat(parts, out=buffer[: piece.numel])
 
 

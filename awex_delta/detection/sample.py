@@ -15,7 +15,7 @@ import torch
 
 from awex_delta.detection import adamw
 from awex_delta.detection.adamw import AdamWStep
-from awex_delta.detection.optimizers import SteppedParams, flat, moments
+from awex_delta.detection.optimizers import SteppedParams, flat, local, moments
 from awex_delta.lines.storages import unreadable
 from awex_delta.protocol.verdict import Reason
 
@@ -32,7 +32,7 @@ class _Held:
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """The same elements of another tensor of that parameter."""
-        return flat(tensor)[self.start : self.start + self.main.numel()]
+        return flat(local(tensor))[self.start : self.start + self.main.numel()]
 
 
 class MasterSample:
@@ -54,8 +54,9 @@ class MasterSample:
                 passed over.
         """
         stride = -(-len(live) // _MASTERS) or 1
-        for place, (key, param) in enumerate(live.items()):
+        for place, (key, stepped) in enumerate(live.items()):
             self._held.pop(key, None)
+            param = local(stepped)
             if (place + self._turn) % stride == 0 and param.numel() and _is_readable(param):
                 start = self._turn * _ELEMENTS % param.numel()
                 self._held[key] = _Held(start=start, main=flat(param)[start : start + _ELEMENTS].clone())

@@ -24,7 +24,8 @@ class OwnedSlice:
     start, stop: half-open flat element range in the local (tensor-parallel) parameter.
     begin: position of its first element in the trainer's line.
     main: fp32 master weight; None when the optimizer keeps none.
-    weight: the model's own weight over the same range, in its storage dtype (bf16).
+    weight: the model's own weight over the same range: bf16, or fp32 where the model computes with its
+        rounding to bf16, as FSDP2 does with what the optimizer steps.
     exp_avg, exp_avg_sq: AdamW moments; None before the first step.
     step: the optimizer's own step counter for this parameter now, 0 before the first step.
     """
@@ -96,17 +97,20 @@ class Detection:
         return self.changes.num_changed
 
 
+BF16_OR_ROUNDED = (torch.bfloat16, torch.float32)
+"""Dtypes of a weight that a model computes with in bf16."""
+
 OwnedSlices = Callable[[], Iterable[OwnedSlice]]
 """The owned slices of a trainer, as they stand now, in the order of the trainer's line."""
 
 
 def bf16_slices(slices: Iterable[OwnedSlice]) -> list[OwnedSlice]:
-    """Those that have elements. Raises UnsupportedError if a weight is not bf16, or cannot be read."""
+    """Those that have elements. Raises UnsupportedError if a weight has no bf16 bits, or cannot be read."""
     filled = [owned for owned in slices if owned.stop > owned.start]
     for owned in filled:
         if away := owned.unreadable("weight"):
             raise UnsupportedError(away)
-        if owned.weight.dtype is not torch.bfloat16:
+        if owned.weight.dtype not in BF16_OR_ROUNDED:
             raise UnsupportedError(
                 f"{owned.key}: only bits of bf16 are compared, not of {owned.weight.dtype}"
             )

@@ -87,16 +87,34 @@ def _parts(model: PreTrainedModel) -> Iterator[EngineTensor]:
         owner = first_name.setdefault((tensor.data_ptr(), tensor.shape), name) if tensor.numel() else name
         if owner != name:
             yield part(name, tensor, tied_to=owner)
-        elif name.endswith((".mlp.experts.gate_up_proj", ".mlp.experts.down_proj")):
-            yield from _experts(name, tensor, model.get_submodule(name.rpartition(".")[0]))
+        elif is_fused_experts(name):
+            experts = split_experts(name, tensor.detach(), model.get_submodule(name.rpartition(".")[0]))
+            yield from (part(expert, view) for expert, view in experts)
         elif tensor.dim() > 2:
             raise LayoutError(f"{name} has shape {tuple(tensor.shape)}: no rule names its HF tensors")
         else:
             yield part(name, tensor)
 
 
-def _experts(name: str, tensor: torch.Tensor, module: nn.Module) -> Iterator[EngineTensor]:
-    """Views of `[experts, 2 inter, hidden]` (gate rows, then up rows) or `[experts, hidden, inter]`."""
+def is_fused_experts(name: str) -> bool:
+    """Whether transformers keeps all experts of a layer in the parameter of that name."""
+    return name.endswith((".mlp.experts.gate_up_proj", ".mlp.experts.down_proj"))
+
+
+def split_experts(
+    name: str, tensor: torch.Tensor, module: nn.Module, first: int = 0
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The HF tensors of some experts, as views.
+
+    Args:
+        name: of the parameter.
+        tensor: `[experts, 2 inter, hidden]` (gate rows, then up rows) or `[experts, hidden, inter]`.
+        module: holds the parameter.
+        first: number of the first of these experts in its layer.
+
+    Raises:
+        LayoutError: the module stores its experts in another way.
+    """
     prefix, kind = name.rsplit(".", 1)
     layout = {flag: vars(module).get(flag) for flag in _PLAIN_EXPERTS}
     if layout != _PLAIN_EXPERTS:
@@ -104,10 +122,10 @@ def _experts(name: str, tensor: torch.Tensor, module: nn.Module) -> Iterator[Eng
             f"{name}: the experts of {type(module).__name__} are stored as {layout}; "
             f"only {_PLAIN_EXPERTS} is known here"
         )
-    for expert, weight in enumerate(tensor.detach().unbind(0)):
+    for expert, weight in enumerate(tensor.unbind(0), first):
         if kind == "down_proj":
-            yield part(f"{prefix}.{expert}.down_proj.weight", weight)
+            yield f"{prefix}.{expert}.down_proj.weight", weight
         else:
             gate, up = weight.chunk(2, dim=0)
-            yield part(f"{prefix}.{expert}.gate_proj.weight", gate)
-            yield part(f"{prefix}.{expert}.up_proj.weight", up)
+            yield f"{prefix}.{expert}.gate_proj.weight", gate
+            yield f"{prefix}.{expert}.up_proj.weight", up

@@ -11,7 +11,7 @@ import xxhash
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, TypeAdapter, ValidationError
 
 from awex_delta.errors import ConnectError
-from awex_delta.plan.columns import MAX_PACKED, Ints, pack, unpack
+from awex_delta.plan.columns import MAX_PACKED, Ints, Shapes, pack, pack_shapes, unpack, unpack_shapes
 from awex_delta.plan.describe import (
     EngineColumns,
     EngineSpec,
@@ -86,6 +86,8 @@ def dump_spec(spec: Spec) -> tuple[bytes, bytes]:
     numbers = {
         "group": np.array([place[group] for group in spec.owners], np.int64),
         "owned": spec.owned.reshape(-1),
+        "offsets": pack_shapes(spec.offsets),
+        "wholes": pack_shapes(spec.wholes),
     }
     return pack(header.model_dump(mode="json"), numbers, {}), layout
 
@@ -132,13 +134,16 @@ class Announced:
             )
         if not isinstance(header, _TrainerHeader) or not isinstance(layout, TrainerColumns):
             raise ConnectError(f"{header.role} rank {header.rank} sent the layout of the other side")
-        check_columns(self.numbers, {}, {"group", "owned"}, set())
+        check_columns(self.numbers, {}, {"group", "owned", "offsets", "wholes"}, set())
         group, owned = self.numbers["group"], self.numbers["owned"]
         num_params = len(layout.keys)
         if group.size != num_params or owned.size != 2 * num_params or not inside(group, len(header.groups)):
             raise ConnectError(
                 f"trainer rank {header.rank}: owners of {group.size} of {num_params} parameters"
             )
+        offsets, wholes = (unpack_shapes(self.numbers[name]) for name in ("offsets", "wholes"))
+        if (offsets or wholes) and not _fit(layout.shapes, offsets, wholes):
+            raise ConnectError(f"trainer rank {header.rank}: its parts of HF tensors do not lie inside them")
         return TrainerSpec(
             rank=header.rank,
             run_id=header.run_id,
@@ -151,7 +156,19 @@ class Announced:
             owners=tuple(header.groups[number] for number in group.tolist()),
             owned=owned.reshape(2, -1),
             layout=layout,
+            offsets=offsets,
+            wholes=wholes,
         )
+
+
+def _fit(shapes: Shapes, offsets: Shapes, wholes: Shapes) -> bool:
+    """Whether parts of these shapes lie inside their whole tensors."""
+    if not len(shapes) == len(offsets) == len(wholes):
+        return False
+    parts = list(zip(shapes, offsets, wholes, strict=True))
+    return all(len(s) == len(o) == len(w) for s, o, w in parts) and all(
+        start + size <= whole for part in parts for size, start, whole in zip(*part, strict=True)
+    )
 
 
 def announced(seat: int, blob: bytes) -> Announced | str:

@@ -161,6 +161,8 @@ class TrainerSpec:
     context: whether this rank has what it takes to use an encoding that reads the weights.
     owners: for each parameter the trainer ranks that own it in parts, ascending; empty if none does.
     owned: int64 [2, P], the half-open range of each parameter that this rank owns.
+    offsets, wholes: where its part of each HF tensor begins, and the shape of the whole tensor, [O]; empty
+        where AWEX's rules say so from `rank_info`.
     """
 
     rank: int
@@ -174,6 +176,8 @@ class TrainerSpec:
     owners: tuple[tuple[int, ...], ...]
     owned: Ints
     layout: TrainerColumns
+    offsets: Shapes = ()
+    wholes: Shapes = ()
 
     role: Literal["trainer"] = "trainer"
 

@@ -23,6 +23,7 @@ from awex.sharding.param_sharding import ShardingType
 from awex.sharding.rank_info import RankInfo
 from awex.transfer.transfer_plan import CommunicationOperation, TransferPlan, TransferPlanBuilder
 
+from awex_delta.errors import LayoutError
 from awex_delta.plan.describe import WIRE_DTYPES, EngineSpec, TrainerSpec
 from awex_delta.plan.world import World
 
@@ -67,11 +68,18 @@ class TrainingSide(ParamMetaResolver):  # type: ignore[misc]
         """Resolve who holds which part.
 
         Args:
-            trainers: all of them, by rank.
+            trainers: all of them, by rank. Either all of them say which parts they hold, or none does, and
+                AWEX resolves it.
             names: HF tensors to describe.
+
+        Raises:
+            LayoutError: ranks that say so hold more copies of one part of a tensor than of another.
         """
         self._trainers = trainers
         self._names = frozenset(names)
+        if any(trainer.wholes for trainer in trainers):
+            self.metas: list[ParameterMeta] = self._placed()
+            return
         info = RankInfo(**trainers[0].rank_info)
         self._strategy = get_sharding_strategy(trainers[0].architecture)(
             engine_name="mcore",
@@ -83,7 +91,7 @@ class TrainingSide(ParamMetaResolver):  # type: ignore[misc]
             ep_tp_size=info.ep_tp_size,
             rank_info=info,
         )
-        self.metas: list[ParameterMeta] = list(self._build_params_meta())
+        self.metas = list(self._build_params_meta())
 
     def get_model_arch_name(self) -> str:
         """The architecture of the HF configuration."""
@@ -107,6 +115,22 @@ class TrainingSide(ParamMetaResolver):  # type: ignore[misc]
                     offset = tuple(one.global_offset)
                     found[one.global_rank][meta.name] = Shard(number, len(meta.replicas), offset)
         return found
+
+    def _placed(self) -> list[ParameterMeta]:
+        """From what ranks say of themselves: the k-th holders of all parts of a tensor make copy k."""
+        held: dict[str, dict[tuple[int, ...], list[ParameterShardMeta]]] = defaultdict(dict)
+        wholes: dict[str, tuple[int, ...]] = {}
+        for trainer in self._trainers:
+            layout = trainer.layout
+            columns = zip(
+                layout.names, layout.shapes, layout.dtypes, trainer.offsets, trainer.wholes, strict=True
+            )
+            for name, shape, dtype, offset, whole in columns:
+                if name in self._names:
+                    one = _shard(name, trainer.rank, len(self._trainers), shape, dtype, offset)
+                    held[name].setdefault(offset, []).append(one)
+                    wholes[name] = whole
+        return [_copied(name, list(parts.values()), wholes[name]) for name, parts in held.items()]
 
     def _get_params_raw_meta(self) -> list[dict[str, object]]:
         return [
@@ -240,7 +264,7 @@ def _inference_meta(
     replicas: list[list[ParameterShardMeta]] = [[] for _ in range(1 + max(numbers.values()))]
     asked = [seat] if seat in numbers and seat < len(engines) else list(numbers)
     for rank in asked:
-        replicas[numbers[rank]].append(_shard(engines[rank], name, len(engines)))
+        replicas[numbers[rank]].append(_engine_shard(engines[rank], name, len(engines)))
     one = next(shards[0] for shards in replicas if shards)
     # The planner takes no copy without a part, and leaves out the parts of other ranks.
     elsewhere = ParameterReplicaMeta(shards=[replace(one, global_rank=-1)])
@@ -254,22 +278,48 @@ def _inference_meta(
     )
 
 
-def _shard(engine: EngineSpec, name: str, world_size: int) -> ParameterShardMeta:
+def _copied(
+    name: str, parts: Sequence[Sequence[ParameterShardMeta]], whole: tuple[int, ...]
+) -> ParameterMeta:
+    """AWEX's description of one tensor of the trainer, from the holders of each part of it."""
+    counts = sorted({len(holders) for holders in parts})
+    if len(counts) > 1:
+        raise LayoutError(
+            f"{name}: trainers hold {counts[0]} copies of one part of it, {counts[-1]} of another"
+        )
+    return ParameterMeta(
+        name=name,
+        global_numel=math.prod(whole),
+        global_shape=whole,
+        dtype=parts[0][0].dtype,
+        shards=[shard for holders in parts for shard in holders],
+        replicas=[ParameterReplicaMeta(shards=list(copy)) for copy in zip(*parts, strict=True)],
+    )
+
+
+def _engine_shard(engine: EngineSpec, name: str, world_size: int) -> ParameterShardMeta:
     layout = engine.layout
     place = layout.places[name]
-    shape = layout.shapes[place]
+    shape, dtype, offset = layout.shapes[place], layout.dtypes[place], layout.global_offsets[place]
+    return _shard(name, engine.rank, world_size, shape, dtype, offset)
+
+
+def _shard(
+    name: str, rank: int, world_size: int, shape: tuple[int, ...], dtype: str, offset: tuple[int, ...]
+) -> ParameterShardMeta:
+    """A part of a tensor at a known place, as AWEX describes it."""
     return ParameterShardMeta(
         tp_rank=0,
         attn_tp_rank=0,
         pp_rank=0,
         ep_rank=0,
         ep_tp_rank=0,
-        global_rank=engine.rank,
+        global_rank=rank,
         world_size=world_size,
         engine_rank=0,
         name=name,
         shape=shape,
         numel=math.prod(shape),
-        dtype=WIRE_DTYPES[layout.dtypes[place]],
-        global_offset=layout.global_offsets[place],
+        dtype=WIRE_DTYPES[dtype],
+        global_offset=offset,
     )

@@ -60,6 +60,12 @@ def _check_agreed(engines: Sequence[EngineSpec], trainers: Sequence[TrainerSpec]
                 f"trainer rank {trainer.rank} trains {trainer.architecture}, "
                 f"rank 0 {trainers[0].architecture}"
             )
+    placed = {bool(trainer.wholes): trainer.rank for trainer in trainers if trainer.layout.names}
+    if len(placed) > 1:
+        raise ConnectError(
+            f"trainer rank {placed[True]} says which parts of HF tensors it holds, rank {placed[False]} does "
+            "not: attach all trainer ranks in the same way"
+        )
     for engine in engines:
         for name, dtype in zip(engine.layout.names, engine.layout.dtypes, strict=True):
             if dtype not in WIRE_DTYPES:

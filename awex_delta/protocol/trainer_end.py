@@ -155,6 +155,8 @@ class TrainerEnd:
         if not self._routes:
             self._routes = find_routes(self._view, self._rank)
         layout, infos = self._view.layout(), [route.info for route in self._routes.values()]
+        columns, held = _columns(self._routes), layout.parts
+        parts = () if held is None else [held[name] for name in columns.names]
         return TrainerSpec(
             rank=self._rank,
             run_id=self._ledger.run_id,
@@ -166,7 +168,9 @@ class TrainerEnd:
             tied_embeddings=layout.tied_embeddings,
             owners=tuple(info.owners for info in infos),
             owned=np.array([[i.owned_start, i.owned_stop] for i in infos], np.int64).reshape(-1, 2).T,
-            layout=_columns(self._routes),
+            layout=columns,
+            offsets=tuple(part.offset for part in parts),
+            wholes=tuple(part.whole for part in parts),
         )
 
 

@@ -30,8 +30,8 @@ from awex_delta.trainers.megatron_layout import (
     optimizer_shards,
     rank_info,
     router_biases,
-    tensor_at,
 )
+from awex_delta.trainers.tensors import tensor_at
 from awex_delta.trainers.view import TrainerLayout, WeightInfo, live_slice, trainer_line
 
 _EMBEDDING = "model.embed_tokens.weight"
@@ -143,11 +143,7 @@ class MegatronTrainer:
             UnsupportedError: the model has none there any more, or another one than its optimizer steps.
         """
         info = self._infos[key]
-        try:
-            # Looked up each time: moving a module replaces its buffers, and anyone may replace a parameter.
-            tensor = tensor_at(self._chunks[info.chunk], self._places[key])
-        except (AttributeError, KeyError) as error:
-            raise UnsupportedError(f"{key}: the model has no such tensor any more") from error
+        tensor = tensor_at(self._chunks[info.chunk], self._places[key], key)
         if info.trained and tensor is not self._params[key]:
             raise UnsupportedError(
                 f"{key}: the model computes with another parameter than its optimizer steps: put it back, or "

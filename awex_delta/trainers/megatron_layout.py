@@ -95,25 +95,6 @@ def router_biases(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, buffer
 
 
-def tensor_at(module: torch.nn.Module, path: Sequence[str]) -> torch.Tensor:
-    """The parameter or buffer that a module holds now under the words of a name.
-
-    It is called for each tensor in each update, and torch's own look-up takes ten times as long.
-
-    Raises:
-        AttributeError, KeyError: there is none.
-    """
-    held = module.__dict__
-    for name in path[:-1]:
-        held = held["_modules"][name].__dict__
-    found: torch.Tensor | None = held["_parameters"].get(path[-1])
-    if found is None:
-        found = held["_buffers"][path[-1]]
-    if found is None:
-        raise KeyError(path[-1])
-    return found
-
-
 def check_tying(chunks: Sequence[torch.nn.Module], *, tied: bool) -> None:
     """Refuse a model that trains lm_head apart from the embedding where engines take one for the other."""
     for chunk in chunks:

@@ -19,7 +19,7 @@ from awex_delta.detection.slices import Detection, OwnedSlice, param_key
 from awex_delta.errors import UnsupportedError
 from awex_delta.protocol.verdict import Reason
 from awex_delta.settings.agreed import DeltaSettings
-from awex_delta.trainers.tensors import check_tensors
+from awex_delta.trainers.tensors import check_tensors, data_parallel_info
 from awex_delta.trainers.view import TrainerLayout, WeightInfo, live_slice, trainer_line
 
 _EMBEDDING = "model.embed_tokens.weight"
@@ -79,7 +79,7 @@ class TorchAdamWTrainer:
         self._tied = tied_embeddings
         self._layout = TrainerLayout(
             architecture=architecture,
-            rank_info=_rank_info(dp_rank, dp_size),
+            rank_info=data_parallel_info(dp_rank, dp_size),
             vocab_size=vocab_size,
             tied_embeddings=tied_embeddings,
         )
@@ -303,29 +303,3 @@ class TorchAdamWTrainer:
                     f"of it: hand its fp32 master to the optimizer and in `masters`, or freeze it"
                 )
         return found
-
-
-def _rank_info(dp_rank: int, dp_size: int) -> Mapping[str, int | str | bool]:
-    return {
-        "tp_rank": 0,
-        "tp_size": 1,
-        "pp_rank": 0,
-        "pp_size": 1,
-        "dp_size": dp_size,
-        "dp_rank": dp_rank,
-        "ep_rank": 0,
-        "ep_size": 1,
-        "ep_tp_rank": 0,
-        "ep_tp_size": 1,
-        "attn_tp_rank": 0,
-        "attn_tp_size": 1,
-        "attn_dp_rank": dp_rank,
-        "world_size": dp_size,
-        "global_rank": dp_rank,
-        "local_rank": dp_rank,
-        "engine_rank": 0,
-        "is_infer": False,
-        "cp_rank": 0,
-        "cp_size": 1,
-        "cp_mode": "none",
-    }

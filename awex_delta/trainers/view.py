@@ -17,11 +17,12 @@ from awex_delta.lines.space import Space
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightInfo:
-    """One local Megatron tensor that inference must receive.
+    """One local tensor of a trainer that inference must receive.
 
+    dtype: in which the trainer holds it. What it is sent in is the dtype that it converts to.
     owners: ranks of the optimizer group that owns the parameter in parts, this rank included; they count
         from 0 among the trainers. Empty for a tensor that no optimizer owns (a buffer, a frozen weight) and
-        for one that is always sent whole (an fp32 parameter).
+        for one that is always sent whole (such as an fp32 parameter of Megatron).
     owned_start, owned_stop: the half-open flat range that this rank owns; (0, 0) if it owns nothing of it.
     trained: an optimizer steps it, whether it is sent sparsely or whole.
     """
@@ -93,6 +94,14 @@ def live_slice(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HfPart:
+    """The part of an HF tensor that a rank holds: where it begins, and the shape of the whole tensor."""
+
+    offset: tuple[int, ...]
+    whole: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerLayout:
     """Where a trainer rank stands, for AWEX's planner.
 
@@ -100,12 +109,15 @@ class TrainerLayout:
     rank_info: the fields of AWEX's RankInfo as plain JSON values.
     vocab_size: rows of the HF embedding; Megatron may hold more (padding), which are never sent.
     tied_embeddings: lm_head is the embedding.
+    parts: by HF name, which part of it this rank holds. None where AWEX's rules say so from `rank_info`, as
+        they do for Megatron.
     """
 
     architecture: str
     rank_info: Mapping[str, int | str | bool]
     vocab_size: int
     tied_embeddings: bool
+    parts: Mapping[str, HfPart] | None = None
 
 
 @runtime_checkable
