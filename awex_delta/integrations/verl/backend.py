@@ -19,7 +19,7 @@ from verl.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry
 
 from awex_delta.errors import AwexDeltaError, UpdateError
 from awex_delta.integrations.verl.checks import NAME, delta_settings
-from awex_delta.integrations.verl.engines import LiveWeights, engine_of
+from awex_delta.integrations.verl.followed import LiveWeights, engine_of
 from awex_delta.integrations.verl.order import Member, Order, Outcomes, again_once, orders
 from awex_delta.integrations.verl.rollout import Replica, find_replica
 from awex_delta.protocol.rendezvous import host_store

@@ -19,6 +19,7 @@ from awex_delta.engines.vllm.driver import StoppedVllmDriver, VllmTransfer
 from awex_delta.errors import AwexDeltaError, ConfigError, UpdateError
 from awex_delta.integrations.verl.checks import rollout_problems
 from awex_delta.integrations.verl.order import Order, Outcomes, again_once
+from awex_delta.protocol.rendezvous import Joining
 from awex_delta.settings.address import host_and_port
 from awex_delta.settings.environment import variable
 
