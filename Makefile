@@ -17,8 +17,9 @@ SOURCES := $(foreach folder,awex_delta tests benchmarks examples scripts,$(if $(
 PINNED := $(filter torch==2.13.0,$(TORCH))
 VLLM := $(if $(PINNED),$(if $(filter Linux-x86_64,$(shell uname -s)-$(shell uname -m)),.venv/.installed-vllm))
 SGLANG := $(if $(PINNED),.venv/.installed-sglang)
+VERL := $(if $(VLLM),.venv/.installed-verl)
 
-.PHONY: demo example test test-all test-fast vllm sglang check format docs site bench exactness gpu clean
+.PHONY: demo example test test-all test-fast vllm sglang verl check format docs site bench exactness gpu clean
 
 demo: .venv/.installed
 	$(BIN)/awex-delta demo
@@ -31,10 +32,10 @@ example: .venv/.installed
 	$(BIN)/python -W ignore -m examples.gsm8k_grpo.train tiny_cpu
 
 # What a change must pass every day. What takes longer is marked `all`, and listed in CONTRIBUTING.md.
-test: .venv/.installed-dev $(VLLM) $(SGLANG) $(CHROMIUM)
+test: .venv/.installed-dev $(VLLM) $(SGLANG) $(VERL) $(CHROMIUM)
 	$(BIN)/python -m pytest -m "not all"
 
-test-all: .venv/.installed-dev $(VLLM) $(SGLANG) $(CHROMIUM)
+test-all: .venv/.installed-dev $(VLLM) $(SGLANG) $(VERL) $(CHROMIUM)
 	$(BIN)/python -m pytest
 
 # A vLLM that runs on this CPU, for the tests: about 1 GB on disk.
@@ -42,6 +43,9 @@ vllm: .venv/.installed-vllm
 
 # SGLang 0.5.23's own model classes and weight updater on this CPU, for the tests: about 0.4 GB on disk.
 sglang: .venv/.installed-sglang
+
+# verl 0.9.1 and Ray on this CPU, for the tests, beside vLLM: about 0.6 GB on disk.
+verl: .venv/.installed-verl
 
 # The quick part, for daily use: a minute and a half on two cores.
 test-fast: .venv/.installed-dev
@@ -124,6 +128,13 @@ clean:
 .venv/.installed-sglang: requirements-sglang.txt .venv/.installed-dev
 	$(PIP) --requirement requirements-sglang.txt
 	$(PIP) --no-deps sglang==0.5.23
+	@touch $@
+
+# The wheel of verl brings packages called `tests` and `scripts`, which would take the place of ours.
+.venv/.installed-verl: requirements-verl.txt .venv/.installed-vllm
+	@echo "Installing verl and Ray into .venv: a minute."
+	$(PIP) --no-deps --requirement requirements-verl.txt
+	$(BIN)/python -c 'import shutil, sysconfig; [shutil.rmtree(sysconfig.get_path("purelib") + "/" + name) for name in ("tests", "scripts")]'
 	@touch $@
 
 .venv/.installed-chromium: | .venv/bin/python

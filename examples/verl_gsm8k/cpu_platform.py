@@ -1,6 +1,7 @@
 """A CPU as a platform of verl, through verl's own registry: verl has none, and this machine may have no GPU.
 
-verl imports it with itself where `VERL_USE_EXTERNAL_MODULES` names it, and uses it where `VERL_PLATFORM` is `cpu`.
+verl imports it with itself where `VERL_USE_EXTERNAL_MODULES` names it, and uses it where `VERL_PLATFORM` is
+`cpu`.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ class CpuPlatform(PlatformBase):  # type: ignore[misc] # verl is not type-checke
     vendor_name = "cpu"
     device_module = SimpleNamespace(
         is_available=lambda: False,
+        device_count=lambda: 1,
         empty_cache=_nothing,
         synchronize=_nothing,
         set_device=_nothing,
@@ -52,7 +54,7 @@ class CpuPlatform(PlatformBase):  # type: ignore[misc] # verl is not type-checke
         """Always."""
         return True
 
-    def is_platform_available(self, use_smi_check: bool = False) -> bool:  # noqa: ARG002, FBT001, FBT002 - as verl names it
+    def is_platform_available(self, use_smi_check: bool = False) -> bool:  # noqa: ARG002 - as verl names it
         """Always."""
         return True
 

@@ -22,7 +22,7 @@ from awex_delta.testing.faults import FaultPlan
 
 
 class TinyServer:
-    """What the actor `vllm_server_0_0` of verl offers, and in one process what vLLM's worker does behind it."""
+    """What the actor `vllm_server_0_0` of verl offers, and in its process what vLLM's worker does."""
 
     def __init__(self, path: str, config: Any) -> None:
         """Load a model with weights of its own: only an update brings those of the trainer."""
@@ -92,7 +92,7 @@ class TinyServer:
         """verl's configuration of this replica."""
         return self._config
 
-    def abort_all_requests(self, reject_request: bool = False) -> dict[str, Any]:  # noqa: ARG002, FBT001, FBT002
+    def abort_all_requests(self, reject_request: bool = False) -> dict[str, Any]:  # noqa: ARG002
         """Stop."""
         self._stopped = True
         return {"aborted_count": 0, "request_ids": []}
@@ -116,7 +116,7 @@ class TinyServer:
         return [int(token) for token in answer[0, len(prompt) :]]
 
     def state(self) -> dict[str, Any]:
-        """What this server holds, for those who check it: weights by name in bf16, and how it came to them."""
+        """What this server holds, for those who check it: weights by name, and how it came to them."""
         return {
             "weights": {name: value.detach().clone() for name, value in self._model.state_dict().items()},
             "version": None if self._receiver is None else self._receiver.version,

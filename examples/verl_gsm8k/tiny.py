@@ -2,9 +2,9 @@
 
     python -m examples.verl_gsm8k.tiny
 
-verl's own are: the actor with its FSDP2 engine, the replicas and their workers, the server adapter, and the
-manager that synchronizes. Ours are the three lines of `tiny_cpu.yaml` that name us. Stand-ins are the platform
-(a CPU) and the servers (a transformers model in place of vLLM). What the model learns is of no matter.
+verl's own are: the actor with its FSDP2 engine, the replicas and their workers, the server adapter, and
+the manager that synchronizes. Ours are the lines of `tiny_cpu.yaml` that name us. Stand-ins are the platform (a
+CPU) and the servers (a transformers model in place of vLLM). What the model learns is of no matter.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
@@ -80,13 +80,17 @@ class TinyRun:
         """Start a replica with its worker, as verl's standalone rollouts do."""
         side = self.config.actor_rollout_ref
         replica = TinyReplica(number, side.rollout, side.model, gpus_per_node=1)
-        _start(replica)
+        _await(replica.init_standalone())
         return replica
+
+    def restart_server(self, replica: TinyReplica) -> None:
+        """Start the server of a replica once more; its worker goes on."""
+        _await(replica.launch_servers())
 
 
 @auto_await  # type: ignore[untyped-decorator]
-async def _start(replica: TinyReplica) -> None:
-    await replica.init_standalone()
+async def _await(work: Coroutine[Any, Any, None]) -> None:
+    await work
 
 
 def configure(*files: Path, model: Path) -> DictConfig:
@@ -160,9 +164,8 @@ def main() -> None:
             texts = ray.get([server.generate.remote([1, 2, 3], 8) for server in servers])
             assert texts[0] == texts[1]
             kind = "full" if metrics["checkpoint_engine/full"] else "delta"
-            print(
-                f"step {step}: {kind}, {metrics['checkpoint_engine/payload_mbytes']:.3f} MB, tokens {texts[0]}"
-            )
+            sent = metrics["checkpoint_engine/payload_mbytes"]
+            print(f"step {step}: {kind}, {sent:.3f} MB, tokens {texts[0]}")
 
 
 if __name__ == "__main__":

@@ -47,6 +47,7 @@ FLOORS = {
     "folder": 5,
     "attach": 6,
     "gateway": 6,
+    "integrations": 6,
     "": 6,  # the package itself re-exports public names
     "testing": 7,  # public fakes of what stands below
     "demo": 8,  # runs on those fakes

@@ -176,8 +176,8 @@ class HttpControl(VllmControl):
 class StoppedVllmDriver:
     """Takes a vLLM deployment from version to version while somebody else holds its requests.
 
-    Whoever calls stops requests before `connect` and `update_weights`, and lets them go on after these returned.
-    After an error they have to stay stopped: the weights may be a mixture.
+    Whoever calls stops requests before `connect` and `update_weights`, and lets them go on after these
+    returned. After an error they have to stay stopped: the weights may be a mixture.
 
     Attributes:
         version: the last version that this driver brought the deployment to; None before the first.
@@ -198,7 +198,7 @@ class StoppedVllmDriver:
         self._transfer.init(info)
 
     def update_weights(self, version: int) -> None:
-        """Take the deployment to the version that the trainer sends meanwhile, and drop its prefix cache, once.
+        """Take the deployment to the version that the trainer sends meanwhile; drop its prefix cache, once.
 
         Raises UpdateError if the cache was not dropped: then `version` says that the version is committed all
         the same. Whatever vLLM raises when a worker fails passes through.

@@ -2,8 +2,8 @@
 
 verl makes one in every trainer rank and in every worker of a replica, and calls it at every synchronization:
 `prepare` on all of them, `build_topology` in the driver, `init_process_group` on all, `send_weights` and
-`receive_weights` at once, `finalize`. Connections outlive a synchronization; they are made anew when a trainer
-or a server is another one than before.
+`receive_weights` at once, `finalize`. Connections outlive a synchronization; they are made anew when a
+trainer or a server is another one than before.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class DeltaCheckpointEngine(CheckpointEngine):  # type: ignore[misc] # verl is n
     wire_format = "delta_flush"
     """With this and no tensors, verl's server adapters do nothing but set `global_steps`."""
 
-    def __init__(self, bucket_size: int, is_master: bool | None = None, **settings: Any) -> None:  # noqa: ARG002, FBT001 - as verl calls it
+    def __init__(self, bucket_size: int, is_master: bool | None = None, **settings: Any) -> None:  # noqa: ARG002 - as verl calls it
         """Nothing is opened yet.
 
         Args:
@@ -80,7 +80,7 @@ class DeltaCheckpointEngine(CheckpointEngine):  # type: ignore[misc] # verl is n
         self._version = 0
 
     def prepare(self) -> Member:
-        """What this worker says of itself. Raises ConfigError if it belongs to no replica that can be reached."""
+        """What this worker says of itself. Raises ConfigError if its replica cannot be reached."""
         if self._is_master is None:
             return self._prepare_worker()
         host, port = "", 0
@@ -108,7 +108,7 @@ class DeltaCheckpointEngine(CheckpointEngine):  # type: ignore[misc] # verl is n
     def build_topology(
         cls, actor_wg_world_size: int, rollout_world_size: int, metadata: Sequence[Member]
     ) -> tuple[dict[str, list[Order]], dict[str, list[Order]]]:
-        """What `prepare` answered, as the `order` of each worker. Raises ConfigError with all that is at fault."""
+        """The `order` of each worker, from what `prepare` answered. Raises ConfigError."""
         trainers, workers = metadata[:actor_wg_world_size], metadata[actor_wg_world_size:]
         told = orders(trainers, workers)
         assert len(workers) == rollout_world_size  # noqa: S101 - verl gives both

@@ -37,28 +37,26 @@ def delta_settings(written: Mapping[str, Any]) -> DeltaSettings:
     }
     for name in ("backend", "version", "_version", "ppo_n_minibatches", "world_size_policy"):
         if name in written:
-            raise ConfigError(
-                f"{_ENGINE_KWARGS}.{name} = {written[name]!r}: verl decides it. Remedy: remove it"
-            )
+            raise ConfigError(f"{_ENGINE_KWARGS}.{name} = {written[name]!r}: verl decides. Remedy: remove it")
     train = TrainEngineConfig.load({**decided, **written})
     if not train.enable_delta_weight_update or train.weight_update_transport != "p2p":
         raise ConfigError(
             f"{_ENGINE_KWARGS}: enable_delta_weight_update = {train.enable_delta_weight_update}, "
-            f"weight_update_transport = {train.weight_update_transport!r}: under verl deltas travel from rank to "
-            "rank. Remedy: remove both, or choose another checkpoint_engine.backend"
+            f"weight_update_transport = {train.weight_update_transport!r}: deltas travel "
+            "from rank to rank here. Remedy: remove both, or choose another checkpoint_engine.backend"
         )
     return resolve(train, RolloutConfig(backend="vllm:d1")).settings
 
 
 def training_problems(engine: Any, model: Any) -> Iterator[str]:
-    """Why an engine cannot be followed: `engine` and `model` are verl's `engine_config` and `model_config`."""
+    """Why an engine cannot be followed, from verl's `engine_config` and `model_config`."""
     for field in ("param_offload", "optimizer_offload", "offload_policy"):
         if getattr(engine, field, False):
             yield _problem(
-                f"actor.{engine.strategy}.{field}",
-                True,
+                f"actor.{_STRATEGIES.get(engine.strategy, engine.strategy)}.{field}",
+                getattr(engine, field),
                 "weights and optimizer state have to stay where the optimizer steps them until they are sent",
-                "set it to false; trainer and rollout have devices of their own here",
+                "set it to false: trainer and rollout have devices of their own here",
             )
     lora = getattr(model, "lora", None) or {}
     for field, rank in (("lora_rank", getattr(model, "lora_rank", 0)), ("lora.rank", lora.get("rank", 0))):
@@ -66,7 +64,10 @@ def training_problems(engine: Any, model: Any) -> Iterator[str]:
             yield _problem(f"model.{field}", rank, "deltas cover full weights, no adapters", "set it to 0")
     if getattr(engine, "use_megatron_fsdp", False):
         yield _problem(
-            "actor.megatron.use_megatron_fsdp", True, "Megatron-FSDP is not read", "set it to false"
+            "actor.megatron.use_megatron_fsdp",
+            engine.use_megatron_fsdp,
+            "Megatron-FSDP is not read",
+            "set it to false",
         )
 
 
@@ -78,9 +79,9 @@ def rollout_problems(rollout: Any) -> Iterator[str]:
         if rollout.get("free_cache_engine", True):
             yield _problem(
                 "rollout.free_cache_engine",
-                True,
-                "before each update verl puts vLLM to sleep at level 2, which discards the weights that a delta "
-                "builds on",
+                rollout.get("free_cache_engine", "missing"),
+                "before each update verl puts vLLM to sleep at level 2, which discards the weights that a "
+                "delta builds on",
                 "set it to false",
             )
         if (kwargs.get("weight_transfer_config") or {}).get("backend") != BACKEND:
@@ -158,4 +159,5 @@ class _Attributes:
 
 
 def _problem(field: str, value: object, why: str, remedy: str) -> str:
+    """One line of an error."""
     return f"  {field} = {value!r}: {why}. Remedy: {remedy}"

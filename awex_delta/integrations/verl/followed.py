@@ -21,7 +21,7 @@ ENGINES = "awex_delta.integrations.verl.engines"
 
 
 class LiveWeights:
-    """What a training engine gives out as its weights: tensors for whoever iterates, and the engine itself."""
+    """What an engine gives out as its weights: tensors for whoever iterates, and the engine itself."""
 
     def __init__(self, engine: Followed, export: Callable[[], Iterator[tuple[str, torch.Tensor]]]) -> None:
         """`export` begins verl's own export, which loads and gathers weights, once somebody iterates."""
@@ -33,7 +33,7 @@ class LiveWeights:
 
 
 class Followed:
-    """What makes an engine of verl one that a checkpoint engine can follow. Stands before that engine's class."""
+    """What makes an engine of verl one that can be followed. Stands before that engine's class."""
 
     module: Any
     optimizer: Any
@@ -42,7 +42,8 @@ class Followed:
         """As verl's engines. Raises ConfigError where weights or optimizer state will not stay in place."""
         if not engine_config.forward_only:  # a reference model is never sent
             refuse(list(training_problems(engine_config, model_config)))
-        super().__init__(model_config, engine_config, *args, **kwargs)
+        verl_engine: Any = super()
+        verl_engine.__init__(model_config, engine_config, *args, **kwargs)
         self.hf_config = model_config.hf_config
 
     def get_per_tensor_param(self, *args: Any, **kwargs: Any) -> tuple[LiveWeights, None]:
@@ -71,6 +72,6 @@ def engine_of(weights: object) -> Followed:
     if isinstance(weights, LiveWeights):
         return weights.engine
     raise ConfigError(
-        f"weights = {type(weights).__name__}: verl built an engine of its own, which shows no optimizer. Remedy: "
-        f"set actor_rollout_ref.model.external_lib: {ENGINES}, with actor.strategy megatron or fsdp2"
+        f"weights = {type(weights).__name__}: verl built an engine of its own, which shows no optimizer. "
+        f"Remedy: set actor_rollout_ref.model.external_lib: {ENGINES}, with actor.strategy megatron or fsdp2"
     )

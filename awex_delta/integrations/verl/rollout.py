@@ -1,7 +1,7 @@
 """One replica of verl's rollout, driven by its first worker while verl holds the replica's requests.
 
-That worker is in none of the processes that hold weights: it calls vLLM's workers through verl's server actor,
-or SGLang's server over HTTP.
+That worker is in none of the processes that hold weights: it calls vLLM's workers through verl's server
+actor, or SGLang's server over HTTP.
 """
 
 from __future__ import annotations
@@ -132,8 +132,9 @@ def find_replica() -> tuple[str, Any]:
     number = re.fullmatch(_PREFIX, prefix)
     if number is None:
         raise ConfigError(
-            f"this worker group is called {prefix!r}: deltas go to standalone replicas alone, whose devices are not "
-            "the trainer's. Remedy: give the rollout devices of its own (rollout.nnodes, rollout.n_gpus_per_node)"
+            f"this worker group is called {prefix!r}: deltas go to standalone replicas alone, whose devices "
+            "are not the trainer's. Remedy: give the rollout devices of its own (rollout.nnodes and "
+            "rollout.n_gpus_per_node of an asynchronous trainer of verl)"
         )
     for kind in ("vllm", "sglang"):
         try:
@@ -141,8 +142,8 @@ def find_replica() -> tuple[str, Any]:
         except ValueError:
             continue
     raise ConfigError(
-        f"replica {number[1]} has no actor vllm_server_{number[1]}_0 or sglang_server_{number[1]}_0. Remedy: set "
-        "rollout.name to vllm or sglang"
+        f"replica {number[1]} has no actor vllm_server_{number[1]}_0 or sglang_server_{number[1]}_0. "
+        "Remedy: set rollout.name to vllm or sglang"
     )
 
 
