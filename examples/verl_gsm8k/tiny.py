@@ -3,8 +3,8 @@
     python -m examples.verl_gsm8k.tiny
 
 verl's own are: the actor with its FSDP2 engine, the replicas and their workers, the server adapter, and
-the manager that synchronizes. Ours are the lines of `tiny_cpu.yaml` that name us. Stand-ins are the platform (a
-CPU) and the servers (a transformers model in place of vLLM). What the model learns is of no matter.
+the manager that synchronizes. Ours are the lines of `tiny_cpu.yaml` that name us. Stand-ins are the platform
+(a CPU) and the servers (a transformers model in place of vLLM). What the model learns is of no matter.
 """
 
 from __future__ import annotations

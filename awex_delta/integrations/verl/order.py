@@ -10,8 +10,6 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TypeVar
 
-from ray.exceptions import RayTaskError
-
 from awex_delta.errors import ConnectError, UpdateError
 from awex_delta.integrations.verl.checks import refuse
 from awex_delta.protocol.rendezvous import Rendezvous
@@ -100,7 +98,7 @@ def again_once(update: Callable[[int], Value], who: str) -> Value:
     """
     try:
         return update(0)
-    except (UpdateError, ConnectError, RayTaskError) as error:
+    except (UpdateError, ConnectError) as error:
         logger.warning("%s tries once more, as a full sync: %s", who, error)
     return update(1)
 

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayError
 
 from awex_delta.engines.sglang.driver import HttpControl, SglangDriver
 from awex_delta.engines.vllm.driver import StoppedVllmDriver, VllmTransfer
@@ -84,7 +84,7 @@ class Replica:
         """
         try:
             again_once(lambda number: self._update(order, number), order.engine)
-        except (AwexDeltaError, RayActorError, RayTaskError) as error:
+        except AwexDeltaError as error:
             raise UpdateError(
                 f"{order.engine} did not reach version {order.version}. Its requests stay stopped, since its "
                 "weights may be a mixture, until an update succeeds"
@@ -148,6 +148,12 @@ def find_replica() -> tuple[str, Any]:
 
 
 def wait(answer: Any) -> Any:
-    """What an actor answers. verl's workers run an event loop, on whose thread Ray warns of any wait."""
-    with ThreadPoolExecutor(max_workers=1) as pool:
-        return pool.submit(ray.get, answer).result()
+    """What an actor answers. Raises UpdateError if it fails, or is gone.
+
+    verl's workers run an event loop, on whose thread Ray warns of any wait.
+    """
+    try:
+        with ThreadPoolExecutor(max_workers=1) as pool:
+            return pool.submit(ray.get, answer).result()
+    except RayError as error:
+        raise UpdateError(f"the server of this replica: {error}") from error
