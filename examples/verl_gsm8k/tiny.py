@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
@@ -26,7 +26,7 @@ import ray
 import torch
 from hydra import compose, initialize_config_module
 from omegaconf import DictConfig, OmegaConf
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3Config
 from verl.checkpoint_engine import CheckpointEngineManager
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
@@ -93,10 +93,15 @@ async def _await(work: Coroutine[Any, Any, None]) -> None:
     await work
 
 
-def configure(*files: Path, model: Path) -> DictConfig:
-    """verl's configuration with files laid over it. Raises ConfigError if it cannot work with deltas."""
+def configure(*files: Path, model: str, engine: str) -> DictConfig:
+    """verl's configuration with files laid over it. Raises ConfigError if it cannot work with deltas.
+
+    `engine` is verl's `model_engine`: `dp` for FSDP, or `megatron`.
+    """
     with initialize_config_module("verl.trainer.config", version_base=None):
-        config = compose("ppo_trainer", overrides=[f"actor_rollout_ref.model.path={model}"])
+        config = compose(
+            "ppo_trainer", overrides=[f"actor_rollout_ref.model.path={model}", f"model_engine={engine}"]
+        )
     OmegaConf.set_struct(config, value=False)  # engine_kwargs are free in verl
     merged = OmegaConf.merge(config, *[OmegaConf.load(file) for file in files])
     assert isinstance(merged, DictConfig)
@@ -104,16 +109,26 @@ def configure(*files: Path, model: Path) -> DictConfig:
     return merged
 
 
-@contextmanager
-def start(
-    folder: Path, *, num_actors: int = 1, num_replicas: int = 2, file: Path = TINY
-) -> Iterator[TinyRun]:
-    """Start Ray on this machine and verl on it, with a model that is made up in `folder`."""
+def tiny_qwen3() -> PretrainedConfig:
+    """A model that two cores train."""
     shape = {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 4}
     heads = {"num_key_value_heads": 2, "head_dim": 16, "vocab_size": 128, "tie_word_embeddings": False}
-    qwen3 = Qwen3Config(**shape, **heads, architectures=["Qwen3ForCausalLM"], dtype=torch.float32)
-    AutoModelForCausalLM.from_config(qwen3).save_pretrained(folder / "model")
-    config = configure(file, model=folder / "model")
+    return Qwen3Config(**shape, **heads, architectures=["Qwen3ForCausalLM"], dtype=torch.float32)
+
+
+@contextmanager
+def start(
+    folder: Path,
+    *,
+    num_actors: int = 1,
+    qwen3: PretrainedConfig | None = None,
+    actor: type[TinyActor] = TinyActor,
+    engine: str = "dp",
+    files: Sequence[Path] = (TINY,),
+) -> Iterator[TinyRun]:
+    """Start Ray on this machine and verl on it, with two replicas and a model that is made up in `folder`."""
+    AutoModelForCausalLM.from_config(qwen3 or tiny_qwen3()).save_pretrained(folder / "model")
+    config = configure(*files, model=str(folder / "model"), engine=engine)
     variables = {
         "PYTHONPATH": os.pathsep.join([str(ROOT), _vllm_by_its_name(folder), *sys.path]),
         "VERL_PLATFORM": os.environ["VERL_PLATFORM"],
@@ -131,14 +146,14 @@ def start(
         side = config.actor_rollout_ref
         actors = RayWorkerGroup(
             resource_pool=RayResourcePool([num_actors], max_colocate_count=1),
-            ray_cls_with_init=RayClassWithInitArgs(ray.remote(TinyActor), config=side, role="actor"),
+            ray_cls_with_init=RayClassWithInitArgs(ray.remote(actor), config=side, role="actor"),
             device_name="cpu",
         )
         manager = CheckpointEngineManager(
             config=omega_conf_to_dataclass(side.rollout.checkpoint_engine), actor_wg=actors, replicas=[]
         )
         run = TinyRun(config=config, actors=actors, manager=manager)
-        manager.add_replicas([run.start_replica(number) for number in range(num_replicas)])
+        manager.add_replicas([run.start_replica(number) for number in range(2)])
         actors.init_model()
         yield run
     finally:

@@ -38,11 +38,18 @@ def run_module(module: str, *arguments: str) -> str:
     return result.stdout
 
 
-@pytest.fixture(scope="module")
-def records(tmp_path_factory: pytest.TempPathFactory) -> Records:
-    """What one run of verl did, with two trainer ranks."""
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(["fsdp2", "1"], id="fsdp2"),
+        pytest.param(["fsdp2", "2"], id="fsdp2 on two ranks", marks=pytest.mark.all),
+        pytest.param(["megatron"], id="megatron on two ranks", marks=pytest.mark.all),
+    ],
+)
+def records(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Records:
+    """What one run of verl did, with one of its training engines."""
     out = tmp_path_factory.mktemp("verl") / "records.pt"
-    run_module("tests.procs.verl_scenario", str(out), "2")
+    run_module("tests.procs.verl_scenario", str(out), *request.param)
     saved = torch.load(out, weights_only=True)
     print(f"verl took {saved['cpu_seconds']:.0f} s of processors")
     found: Records = saved["records"]

@@ -1,6 +1,7 @@
 """What verl does in `test_verl.py`, in a process of its own: verl changes logging, warnings and variables.
 
-    python -m tests.procs.verl_scenario OUT NUM_ACTORS
+    python -m tests.procs.verl_scenario OUT fsdp2 NUM_ACTORS
+    python -m tests.procs.verl_scenario OUT megatron
 
 Each synchronization leaves a record: what the trainer held before it, what every server holds after it.
 """
@@ -9,6 +10,8 @@ from __future__ import annotations
 
 import sys
 import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +19,25 @@ import psutil
 import ray
 import torch
 
-from examples.verl_gsm8k.tiny import TinyRun, start
+from awex_delta.demo.members import tiny_spec
+from awex_delta.demo.oracle import trainer_hf_state
+from awex_delta.testing.tiny_models import hf_config
+from examples.verl_gsm8k.tiny import TINY, TinyRun, start
 
 
 class Scenario:
     """A running verl, and what its synchronizations did."""
 
-    def __init__(self, run: TinyRun) -> None:
+    def __init__(self, run: TinyRun, whole: Callable[[list[Any]], list[dict[str, torch.Tensor]]]) -> None:
+        """`whole` makes the weights of the model of what each trainer rank says that it holds."""
         self.run = run
+        self.whole = whole
         self.records: dict[str, list[dict[str, Any]]] = {}
 
     def synchronize(self, name: str, *, num_steps: int = 2, **asked: int) -> None:
         """Train, synchronize as verl's trainers do, and look at everything."""
         self.run.actors.train(num_steps)
-        held = self.run.actors.weights()
+        held = self.whole(self.run.actors.weights())
         metrics, error = {}, ""
         try:
             metrics = self.run.manager.update_weights(**asked)
@@ -71,14 +79,29 @@ def play(scenario: Scenario) -> None:
     scenario.synchronize("another set")
 
 
+@contextmanager
+def running(folder: Path, kind: str, *options: str) -> Iterator[Scenario]:
+    """verl with one of its engines."""
+    if kind == "fsdp2":
+        with start(folder, num_actors=int(options[0])) as run:
+            yield Scenario(run, lambda ranks: ranks)
+        return
+    from tests.procs.verl_megatron import PLAN, MegatronActor
+
+    files = TINY, Path(__file__).with_name("verl_megatron.yaml")
+    model = hf_config(tiny_spec(PLAN))
+    with start(folder, num_actors=2, qwen3=model, actor=MegatronActor, engine="megatron", files=files) as run:
+        yield Scenario(run, lambda ranks: [trainer_hf_state(PLAN, ranks)])
+
+
 def main() -> None:
     """Play, and save the records, and how many seconds of processors all of it took."""
-    with tempfile.TemporaryDirectory() as folder, start(Path(folder), num_actors=int(sys.argv[2])) as run:
-        scenario = Scenario(run)
+    out, *kind = sys.argv[1:]
+    with tempfile.TemporaryDirectory() as folder, running(Path(folder), *kind) as scenario:
         play(scenario)
         spent = [one.cpu_times() for one in psutil.Process().children(recursive=True)]
         seconds = sum(one.user + one.system for one in [*spent, psutil.Process().cpu_times()])
-    torch.save({"records": scenario.records, "cpu_seconds": seconds}, sys.argv[1])
+    torch.save({"records": scenario.records, "cpu_seconds": seconds}, out)
 
 
 if __name__ == "__main__":

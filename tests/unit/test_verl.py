@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from awex_delta.errors import ConfigError, UpdateAborted
 from awex_delta.integrations.verl.checks import check, delta_settings
@@ -13,7 +17,7 @@ from awex_delta.integrations.verl.followed import engine_of
 from awex_delta.integrations.verl.order import Member, again_once, orders
 from awex_delta.settings.agreed import DeltaSettings
 
-ROLLOUT = "actor_rollout_ref.rollout"
+EXAMPLES = sorted((Path(__file__).parents[2] / "examples" / "verl_gsm8k").glob("*.yaml"))
 GOOD: dict[str, Any] = {
     "model": {"lora_rank": 0, "lora": {"rank": 0}},
     "actor": {
@@ -183,3 +187,33 @@ def test_an_update_is_tried_twice_and_its_last_error_passes() -> None:
 def test_an_engine_that_verl_built_itself_is_refused_with_the_line_that_is_missing() -> None:
     with pytest.raises(ConfigError, match=r"external_lib: awex_delta\.integrations\.verl\.engines"):
         engine_of(iter([]))
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_the_lines_of_the_examples_can_work(path: Path) -> None:
+    check(yaml.safe_load(path.read_text(encoding="utf-8")))
+
+
+@pytest.mark.skipif(find_spec("verl") is None, reason="verl is not installed: make verl")
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_the_lines_of_the_examples_are_settings_of_verl(path: Path) -> None:
+    """Compared with what verl composed for its own two trainers; it is not imported."""
+    verl = find_spec("verl")
+    assert verl is not None
+    assert verl.submodule_search_locations
+    config = Path(verl.submodule_search_locations[0], "trainer/config")
+    known: set[str] = set()
+    for name in ("_generated_ppo_trainer.yaml", "_generated_ppo_megatron_trainer.yaml"):
+        known |= set(paths(yaml.safe_load((config / name).read_text(encoding="utf-8"))))
+    said = paths(yaml.safe_load(path.read_text(encoding="utf-8")))
+    free = ("engine_kwargs.", "override_config.", ".load_tokenizer", ".external_lib")
+    assert not [one for one in said if one not in known and not any(part in one for part in free)]
+
+
+def paths(tree: object, above: str = "") -> Iterator[str]:
+    """The dotted path of each setting."""
+    if isinstance(tree, dict) and tree:
+        for name, value in tree.items():
+            yield from paths(value, f"{above}.{name}" if above else name)
+    else:
+        yield above

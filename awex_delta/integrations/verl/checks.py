@@ -123,24 +123,19 @@ def check(config: Mapping[str, Any]) -> None:
     `actor_rollout_ref`. Raises ConfigError, which lists every setting at fault with its value and remedy.
     """
     side = config["actor_rollout_ref"]
-    rollout, actor = side["rollout"], side["actor"]
-    engine = rollout["checkpoint_engine"]
+    rollout, actor = side.get("rollout", {}), side.get("actor", {})
+    engine, strategy = rollout.get("checkpoint_engine", {}), actor.get("strategy")
     problems = []
-    if engine["backend"] != NAME:
-        problems.append(
-            _problem("rollout.checkpoint_engine.backend", engine["backend"], "not ours", f"set it to {NAME}")
-        )
+    if engine.get("backend") != NAME:
+        field, why = "rollout.checkpoint_engine.backend", "deltas have a backend of their own"
+        problems.append(_problem(field, engine.get("backend"), why, f"set it to {NAME}"))
     delta_settings((engine.get("engine_kwargs") or {}).get(NAME) or {})
-    strategy = actor["strategy"]
     if strategy in _STRATEGIES:
         settings = _Attributes({**actor.get(_STRATEGIES[strategy], {}), "strategy": strategy})
-        problems += training_problems(settings, _Attributes(side["model"]))
+        problems += training_problems(settings, _Attributes(side.get("model", {})))
     else:
-        problems.append(
-            _problem(
-                "actor.strategy", strategy, "it cannot be followed", f"set one of {', '.join(_STRATEGIES)}"
-            )
-        )
+        why, remedy = "it cannot be followed", f"set one of {', '.join(_STRATEGIES)}"
+        problems.append(_problem("actor.strategy", strategy, why, remedy))
     problems += rollout_problems(rollout)
     refuse(problems)
 
