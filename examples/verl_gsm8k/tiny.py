@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
@@ -93,8 +93,8 @@ async def _await(work: Coroutine[Any, Any, None]) -> None:
     await work
 
 
-def configure(*files: Path, model: str, engine: str) -> DictConfig:
-    """verl's configuration with files laid over it. Raises ConfigError if it cannot work with deltas.
+def configure(file: Path, *, model: str, engine: str) -> DictConfig:
+    """verl's configuration with a file laid over it. Raises ConfigError if it cannot work with deltas.
 
     `engine` is verl's `model_engine`: `dp` for FSDP, or `megatron`.
     """
@@ -103,7 +103,7 @@ def configure(*files: Path, model: str, engine: str) -> DictConfig:
             "ppo_trainer", overrides=[f"actor_rollout_ref.model.path={model}", f"model_engine={engine}"]
         )
     OmegaConf.set_struct(config, value=False)  # engine_kwargs are free in verl
-    merged = OmegaConf.merge(config, *[OmegaConf.load(file) for file in files])
+    merged = OmegaConf.merge(config, OmegaConf.load(file))
     assert isinstance(merged, DictConfig)
     check(merged)
     return merged
@@ -124,11 +124,11 @@ def start(
     qwen3: PretrainedConfig | None = None,
     actor: type[TinyActor] = TinyActor,
     engine: str = "dp",
-    files: Sequence[Path] = (TINY,),
+    file: Path = TINY,
 ) -> Iterator[TinyRun]:
     """Start Ray on this machine and verl on it, with two replicas and a model that is made up in `folder`."""
     AutoModelForCausalLM.from_config(qwen3 or tiny_qwen3()).save_pretrained(folder / "model")
-    config = configure(*files, model=str(folder / "model"), engine=engine)
+    config = configure(file, model=str(folder / "model"), engine=engine)
     variables = {
         "PYTHONPATH": os.pathsep.join([str(ROOT), _vllm_by_its_name(folder), *sys.path]),
         "VERL_PLATFORM": os.environ["VERL_PLATFORM"],

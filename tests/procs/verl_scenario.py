@@ -22,7 +22,7 @@ import torch
 from awex_delta.demo.members import tiny_spec
 from awex_delta.demo.oracle import trainer_hf_state
 from awex_delta.testing.tiny_models import hf_config
-from examples.verl_gsm8k.tiny import TINY, TinyRun, start
+from examples.verl_gsm8k.tiny import TinyRun, start
 
 
 class Scenario:
@@ -88,9 +88,8 @@ def running(folder: Path, kind: str, *options: str) -> Iterator[Scenario]:
         return
     from tests.procs.verl_megatron import PLAN, MegatronActor
 
-    files = TINY, Path(__file__).with_name("verl_megatron.yaml")
-    model = hf_config(tiny_spec(PLAN))
-    with start(folder, num_actors=2, qwen3=model, actor=MegatronActor, engine="megatron", files=files) as run:
+    file, model = Path(__file__).with_name("verl_megatron.yaml"), hf_config(tiny_spec(PLAN))
+    with start(folder, num_actors=2, qwen3=model, actor=MegatronActor, engine="megatron", file=file) as run:
         yield Scenario(run, lambda ranks: [trainer_hf_state(PLAN, ranks)])
 
 
