@@ -1,4 +1,4 @@
-"""How the first worker of a replica drives SGLang and vLLM under verl. Their servers need GPUs: calls are recorded."""
+"""How the first worker of a replica drives SGLang under verl. Its server needs GPUs: calls are recorded."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setattr(HttpControl, "flush", lambda *_: True)
     monkeypatch.setattr(HttpControl, "publish", lambda _, version: asked.append(f"publish {version}"))
 
-    def load(self: HttpControl, named_tensors: list[Any], *, flush: bool) -> None:
+    def load(self: HttpControl, _: list[Any], *, flush: bool) -> None:
         asked.append((self._url, self._num_workers, flush))
 
     monkeypatch.setattr(HttpControl, "load", load)
@@ -73,11 +73,9 @@ def test_what_sglangs_trainer_gave_up_twice_is_not_published(calls: list[Any]) -
     replica = rollout.Replica("sglang", SimpleNamespace(get_server_address=remote(("10.0.0.9", 30000))))
     for number in (0, 1):
         Outcomes(order).tell(number, f"UpdateAborted: try {number}")
-    with pytest.raises(
-        UpdateError, match=r"replica-0 did not reach version 7\. Its requests stay stopped"
-    ) as error:
+    with pytest.raises(UpdateError, match=r"replica-0 did not reach version 7\. Its requests stay") as raised:
         replica.follow(order)
-    assert "try 1" in str(error.value.__cause__)
+    assert "try 1" in str(raised.value.__cause__)
     assert len(calls) == 2
     assert replica.version == 0
 

@@ -48,31 +48,28 @@ def delta_settings(written: Mapping[str, Any]) -> DeltaSettings:
     return resolve(train, RolloutConfig(backend="vllm:d1")).settings
 
 
-def training_problems(engine: Any, model: Any) -> Iterator[str]:
+def training_problems(engine: Mapping[str, Any], model: Mapping[str, Any]) -> Iterator[str]:
     """Why an engine cannot be followed, from verl's `engine_config` and `model_config`."""
+    section = f"actor.{_STRATEGIES.get(engine.get('strategy', ''), 'engine')}"
     for field in ("param_offload", "optimizer_offload", "offload_policy"):
-        if getattr(engine, field, False):
+        if engine.get(field):
             yield _problem(
-                f"actor.{_STRATEGIES.get(engine.strategy, engine.strategy)}.{field}",
-                getattr(engine, field),
+                f"{section}.{field}",
+                engine[field],
                 "weights and optimizer state have to stay where the optimizer steps them until they are sent",
                 "set it to false: trainer and rollout have devices of their own here",
             )
-    lora = getattr(model, "lora", None) or {}
-    for field, rank in (("lora_rank", getattr(model, "lora_rank", 0)), ("lora.rank", lora.get("rank", 0))):
+    if engine.get("use_megatron_fsdp"):
+        field, why = f"{section}.use_megatron_fsdp", "Megatron-FSDP is not read"
+        yield _problem(field, engine["use_megatron_fsdp"], why, "set it to false")
+    ranks = {"lora_rank": model.get("lora_rank"), "lora.rank": (model.get("lora") or {}).get("rank")}
+    for field, rank in ranks.items():
         if rank:
             yield _problem(f"model.{field}", rank, "deltas cover full weights, no adapters", "set it to 0")
-    if getattr(engine, "use_megatron_fsdp", False):
-        yield _problem(
-            "actor.megatron.use_megatron_fsdp",
-            engine.use_megatron_fsdp,
-            "Megatron-FSDP is not read",
-            "set it to false",
-        )
 
 
-def rollout_problems(rollout: Any) -> Iterator[str]:
-    """Why replicas cannot be written in place. `rollout` is verl's `RolloutConfig`, or a mapping like it."""
+def rollout_problems(rollout: Mapping[str, Any]) -> Iterator[str]:
+    """Why replicas cannot be written in place. `rollout` is verl's `RolloutConfig`."""
     name = rollout.get("name")
     kwargs = (rollout.get("engine_kwargs") or {}).get(name) or {}
     if name == "vllm":
@@ -131,8 +128,8 @@ def check(config: Mapping[str, Any]) -> None:
         problems.append(_problem(field, engine.get("backend"), why, f"set it to {NAME}"))
     delta_settings((engine.get("engine_kwargs") or {}).get(NAME) or {})
     if strategy in _STRATEGIES:
-        settings = _Attributes({**actor.get(_STRATEGIES[strategy], {}), "strategy": strategy})
-        problems += training_problems(settings, _Attributes(side.get("model", {})))
+        settings = {**actor.get(_STRATEGIES[strategy], {}), "strategy": strategy}
+        problems += training_problems(settings, side.get("model", {}))
     else:
         why, remedy = "it cannot be followed", f"set one of {', '.join(_STRATEGIES)}"
         problems.append(_problem("actor.strategy", strategy, why, remedy))
@@ -144,13 +141,6 @@ def refuse(problems: list[str]) -> None:
     """Raise ConfigError if there are problems, with all of them."""
     if problems:
         raise ConfigError(f"checkpoint_engine.backend = {NAME!r} cannot work with\n" + "\n".join(problems))
-
-
-class _Attributes:
-    """A mapping, read as verl's configuration objects are."""
-
-    def __init__(self, fields: Mapping[str, Any]) -> None:
-        vars(self).update(fields)
 
 
 def _problem(field: str, value: object, why: str, remedy: str) -> str:
