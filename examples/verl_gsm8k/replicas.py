@@ -29,7 +29,8 @@ class TinyServer:
         torch.set_num_threads(1)
         torch.manual_seed(os.getpid())
         self._config = config
-        self._model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), dtype=torch.bfloat16)
+        qwen3: Any = AutoModelForCausalLM
+        self._model = qwen3.from_config(AutoConfig.from_pretrained(path), dtype=torch.bfloat16)
         self._receiver: Receiver | None = None
         self._faults = FaultPlan()
         self._reasons: list[str] = []

@@ -50,7 +50,7 @@ class TinyActor(ActorRolloutRefWorker):  # type: ignore[misc] # verl is not type
         # verl would ask for one backend for the CPU and one for the platform's device, which is the CPU.
         initialize_global_process_group_ray(backend="cpu:gloo")
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # type: ignore[untyped-decorator]
     def train(self, num_steps: int) -> None:
         """Some steps of verl's engine on random tokens."""
         engine = self.actor.engine
@@ -58,10 +58,11 @@ class TinyActor(ActorRolloutRefWorker):  # type: ignore[misc] # verl is not type
             engine.optimizer_zero_grad()
             tokens = torch.randint(engine.hf_config.vocab_size, (2, 17), device="cpu")
             logits = engine.module(input_ids=tokens[:, :-1], use_cache=False).logits.float()
-            torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+            torch.autograd.backward(loss)
             engine.optimizer_step()
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # type: ignore[untyped-decorator]
     def weights(self) -> dict[str, torch.Tensor]:
         """What replicas should hold: whole weights in bf16, gathered by FSDP."""
         whole = {name: value.full_tensor() for name, value in self.actor.engine.module.state_dict().items()}
@@ -111,9 +112,17 @@ def configure(file: Path, *, model: str, engine: str) -> DictConfig:
 
 def tiny_qwen3() -> PretrainedConfig:
     """A model that two cores train."""
-    shape = {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 4}
-    heads = {"num_key_value_heads": 2, "head_dim": 16, "vocab_size": 128, "tie_word_embeddings": False}
-    return Qwen3Config(**shape, **heads, architectures=["Qwen3ForCausalLM"], dtype=torch.float32)
+    return Qwen3Config(
+        vocab_size=128,
+        hidden_size=48,
+        intermediate_size=80,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        tie_word_embeddings=False,
+        architectures=["Qwen3ForCausalLM"],
+    )
 
 
 @contextmanager
@@ -127,7 +136,8 @@ def start(
     file: Path = TINY,
 ) -> Iterator[TinyRun]:
     """Start Ray on this machine and verl on it, with two replicas and a model that is made up in `folder`."""
-    AutoModelForCausalLM.from_config(qwen3 or tiny_qwen3()).save_pretrained(folder / "model")
+    model: Any = AutoModelForCausalLM
+    model.from_config(qwen3 or tiny_qwen3()).save_pretrained(folder / "model")
     config = configure(file, model=str(folder / "model"), engine=engine)
     variables = {
         "PYTHONPATH": os.pathsep.join([str(ROOT), _vllm_by_its_name(folder), *sys.path]),

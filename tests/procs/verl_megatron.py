@@ -38,13 +38,13 @@ class TinyMegatron(FollowedMegatron):
 class MegatronActor(TinyActor):
     """verl's actor with that engine."""
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # type: ignore[untyped-decorator]
     def train(self, num_steps: int) -> None:
         """Some steps on text."""
         for _ in range(num_steps):
             self.actor.engine.trainer.train_step()
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # type: ignore[untyped-decorator]
     def weights(self) -> bytes:
         """This rank's Megatron weights, of which the demo's judge makes those of the model."""
         return save(megatron_state(self.actor.engine.trainer))
