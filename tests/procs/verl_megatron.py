@@ -7,6 +7,8 @@ to it are verl's and ours.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from safetensors.torch import save
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.workers.engine import EngineRegistry
@@ -18,7 +20,7 @@ from awex_delta.testing.tiny_models import TinyTrainer, build_trainer
 from examples.verl_gsm8k.tiny import TinyActor
 from tests.procs.vllm_training import plan_of
 
-PLAN = plan_of("qwen3")
+PLAN = replace(plan_of("qwen3"), lr=1e-6)
 
 install()
 

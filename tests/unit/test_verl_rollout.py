@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-ray = pytest.importorskip("ray", reason="Ray is not installed: make verl")
+pytest.importorskip("ray", reason="Ray is not installed: make verl")
 
 from awex_delta.engines.sglang.driver import HttpControl
 from awex_delta.errors import ConfigError, UpdateError
@@ -88,7 +88,7 @@ def test_workers_are_found_by_the_group_that_verl_started(monkeypatch: pytest.Mo
             raise ValueError(name)
         return actors[name]
 
-    monkeypatch.setattr(ray, "get_actor", get_actor)
+    monkeypatch.setattr("ray.get_actor", get_actor)
     for prefix, found in (
         ("rollout_standalone_3", ("vllm", "three")),
         ("rollout_standalone_12_x", ("sglang", "twelve")),
