@@ -134,7 +134,7 @@ clean:
 .venv/.installed-verl: requirements-verl.txt .venv/.installed-vllm
 	@echo "Installing verl and Ray into .venv: a minute."
 	$(PIP) --no-deps --requirement requirements-verl.txt
-	$(BIN)/python -c 'import shutil, sysconfig; [shutil.rmtree(sysconfig.get_path("purelib") + "/" + name) for name in ("tests", "scripts")]'
+	$(BIN)/python -c 'import shutil, sysconfig; [shutil.rmtree(sysconfig.get_path("purelib") + "/" + name, ignore_errors=True) for name in ("tests", "scripts")]'
 	@touch $@
 
 .venv/.installed-chromium: | .venv/bin/python
