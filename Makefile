@@ -31,12 +31,16 @@ CHROMIUM := $(if $(shell command -v chromium chromium-browser google-chrome),,$(
 example: .venv/.installed
 	$(BIN)/python -W ignore -m examples.gsm8k_grpo.train tiny_cpu
 
+# Two test processes, each with its own fleets: tests wait for processes more than they compute. A file stays in one.
+WORKERS ?= 2
+PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
 # What a change must pass every day. What takes longer is marked `all`, and listed in CONTRIBUTING.md.
 test: .venv/.installed-dev $(VLLM) $(SGLANG) $(VERL) $(CHROMIUM)
-	$(BIN)/python -m pytest -m "not all"
+	$(BIN)/python -m pytest -m "not all" $(PARALLEL)
 
 test-all: .venv/.installed-dev $(VLLM) $(SGLANG) $(VERL) $(CHROMIUM)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(PARALLEL)
 
 # A vLLM that runs on this CPU, for the tests: about 1 GB on disk.
 vllm: .venv/.installed-vllm
@@ -49,7 +53,7 @@ verl: .venv/.installed-verl
 
 # The quick part, for daily use: a minute and a half on two cores.
 test-fast: .venv/.installed-dev
-	$(BIN)/python -m pytest tests/unit tests/ranks/test_updates.py tests/contract/test_floors.py -m "not all" \
+	$(BIN)/python -m pytest tests/unit tests/ranks/test_updates.py tests/contract/test_floors.py -m "not all" $(PARALLEL) \
 		--ignore=tests/unit/test_codecs.py --ignore=tests/unit/test_frame_memory.py
 
 check: .venv/.installed-dev
@@ -66,6 +70,7 @@ docs: .venv/.installed-dev
 	$(BIN)/python scripts/configuration_page.py > docs/en/configuration.md
 	$(BIN)/python scripts/reasons_page.py > docs/en/reasons.md
 	$(BIN)/python scripts/cli_page.py > docs/en/cli.md
+	$(BIN)/python -W ignore -m scripts.pays_table
 
 # The pages as a site in build/site, English and Chinese, with every link checked.
 site: .venv/.installed-dev

@@ -1,4 +1,4 @@
-"""Keep inference engines bit-identical to a Megatron trainer by sending only what an AdamW step changed.
+"""Keep inference engines bit-identical to a Megatron or FSDP2 trainer by sending only what a step changed.
 
 Names are loaded when they are first used, so that importing the package has no effect and costs nothing.
 """
@@ -12,6 +12,8 @@ from awex_delta._version import __version__
 
 if TYPE_CHECKING:
     from awex_delta.attach import (
+        attach_fsdp,
+        attach_fsdp_disk,
         attach_megatron,
         attach_megatron_disk,
         attach_transformers,
@@ -49,6 +51,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "attach": (
+        *("attach_fsdp", "attach_fsdp_disk"),
         *("attach_megatron", "attach_megatron_disk"),
         *("attach_transformers", "attach_transformers_disk"),
     ),
@@ -105,6 +108,8 @@ __all__ = [
     "UpdateStats",
     "Verdict",
     "__version__",
+    "attach_fsdp",
+    "attach_fsdp_disk",
     "attach_megatron",
     "attach_megatron_disk",
     "attach_transformers",

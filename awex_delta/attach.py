@@ -14,6 +14,7 @@ from awex_delta.protocol.receiver import Receiver
 from awex_delta.protocol.rendezvous import Rendezvous
 from awex_delta.protocol.sender import Sender
 from awex_delta.settings.agreed import DeltaSettings
+from awex_delta.trainers.view import TrainerView
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -55,6 +56,41 @@ def attach_megatron(
     )
     rank = int(view.layout().rank_info["global_rank"])
     device = next(iter(model_chunks[0].parameters())).device
+    return Sender(view, rendezvous, rank, settings, device=device)
+
+
+def attach_fsdp(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+    hf_config: Any,
+    *,
+    rendezvous: Rendezvous,
+    settings: DeltaSettings,
+) -> Sender:
+    """Attach to a transformers model under FSDP2: records its optimizer steps from now on.
+
+    Args:
+        model: `fully_shard` was called on it. All ranks of torch's default process group train it.
+        optimizer: what steps its parameters, made after `fully_shard`; or several that step some each.
+        hf_config: config of the HF model that the engines serve.
+        rendezvous: where trainer and engine ranks meet; the same on all of them.
+        settings: `resolve(train_config, rollout_config).settings`.
+
+    Returns:
+        This rank's sender. Nothing is connected yet: call `connect`, or the first `update_weights`.
+
+    Raises:
+        UnsupportedError: the model or the optimizer cannot be read; nothing was hooked.
+        ConfigError: the world size is not allowed, or the settings say that updates go through a folder.
+
+    Call it on every rank of the trainer; the ranks do not wait for each other.
+    """
+    from awex_delta.trainers.fsdp import FsdpTrainer
+
+    _require_transport(settings, "p2p")
+    view = FsdpTrainer.attach(model, optimizer, hf_config, settings=settings)
+    rank = int(view.layout().rank_info["global_rank"])
+    device = next((view.tensor(info.key).device for info in view.weights()), None)
     return Sender(view, rendezvous, rank, settings, device=device)
 
 
@@ -124,9 +160,39 @@ def attach_megatron_disk(
     view = MegatronTrainer.attach(
         model_chunks, optimizer, hf_config, settings=settings, router_dtype=router_dtype
     )
-    files = {"config.json": hf_config.to_json_string().encode(), **(extra_files or {})}
-    rank = int(view.layout().rank_info["global_rank"])
-    return DiskWriter(view, rendezvous, rank, settings, extra_files=files, options=options)
+    return _disk_writer(view, hf_config, rendezvous, settings, extra_files, options)
+
+
+def attach_fsdp_disk(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+    hf_config: Any,
+    *,
+    rendezvous: Rendezvous,
+    settings: DeltaSettings,
+    extra_files: Mapping[str, bytes] | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> DiskWriter:
+    """Attach to a transformers model under FSDP2 whose updates go through a folder.
+
+    Args:
+        model, optimizer: as for `attach_fsdp`.
+        hf_config, rendezvous, settings, extra_files, options: as for `attach_megatron_disk`.
+
+    Returns:
+        This rank's writer.
+
+    Raises:
+        UnsupportedError: the model or the optimizer cannot be read; nothing was hooked.
+        ConfigError: the settings name another transport, or a folder that cannot be opened.
+
+    Call it on every rank of the trainer; the ranks do not wait for each other.
+    """
+    from awex_delta.trainers.fsdp import FsdpTrainer
+
+    _require_transport(settings, "disk")
+    view = FsdpTrainer.attach(model, optimizer, hf_config, settings=settings)
+    return _disk_writer(view, hf_config, rendezvous, settings, extra_files, options)
 
 
 def attach_transformers_disk(
@@ -157,6 +223,19 @@ def attach_transformers_disk(
     return DiskReader(TransformersEngine(model), settings, engine=engine, options=options)
 
 
+def _disk_writer(
+    view: TrainerView,
+    hf_config: Any,
+    rendezvous: Rendezvous,
+    settings: DeltaSettings,
+    extra_files: Mapping[str, bytes] | None,
+    options: Mapping[str, Any] | None,
+) -> DiskWriter:
+    files = {"config.json": hf_config.to_json_string().encode(), **(extra_files or {})}
+    rank = int(view.layout().rank_info["global_rank"])
+    return DiskWriter(view, rendezvous, rank, settings, extra_files=files, options=options)
+
+
 def _require_transport(settings: DeltaSettings, transport: str) -> None:
     if settings.transport != transport:
         raise ConfigError(
@@ -164,6 +243,6 @@ def _require_transport(settings: DeltaSettings, transport: str) -> None:
             + (
                 "attach_..._disk"
                 if settings.transport == "disk"
-                else "attach_megatron or attach_transformers"
+                else "attach_megatron, attach_fsdp or attach_transformers"
             )
         )

@@ -54,6 +54,8 @@ _ALLOCATIONS = """\
 |---|---|
 | `megatron:d2p1t4` | 8 |
 | `megatron:(attn:d2p1t4\\|ffn:d1p1e8)` | 8, with experts (`e`) spread over all of them |
+| `fsdp:d8`, `fsdp:d4t2` | 8, under FSDP2; the second with tensor parallelism beside it |
+| `torch:d1` | 1; plain torch, data parallel alone |
 | `sglang:d2t4p1` | 8, as two replicas |
 | `vllm:t2` | 2 |
 | `transformers:d2` | 2, each a whole model |

@@ -18,6 +18,9 @@ settings.register_profile("explore", CALM)
 settings.register_profile("tests", CALM, derandomize=True)
 settings.load_profile("tests")
 
+FIRST = ("procs", "fuzz", "numerics", "ranks")
+"""Folders in the order of how long their files take."""
+
 
 @pytest.fixture(autouse=True, scope="session")
 def _one_torch_thread() -> Iterator[None]:
@@ -46,7 +49,13 @@ def clean_env(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked `gpu` where there is none; the summary names them."""
+    """Files that start processes come first, so that no worker has a long one left when the other is done.
+
+    Tests marked `gpu` are skipped where there is none; the summary names them.
+    """
+    items.sort(
+        key=lambda item: FIRST.index(item.path.parent.name) if item.path.parent.name in FIRST else len(FIRST)
+    )
     if torch.cuda.is_available():
         return
     for item in items:

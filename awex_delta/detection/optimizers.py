@@ -236,8 +236,8 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     """What this rank holds of a DTensor, live and without gradients; any other tensor as it is."""
     if not hasattr(tensor, "to_local"):
         return tensor
-    with torch.no_grad():
-        part: torch.Tensor = tensor.to_local()
+    sharded: Any = tensor
+    part: torch.Tensor = sharded._local_tensor  # noqa: SLF001 - `to_local` makes a new tensor at each call
     return part
 
 

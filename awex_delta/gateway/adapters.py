@@ -23,8 +23,9 @@ from awex_delta.trainers.torch_adamw import TorchAdamWTrainer
 from awex_delta.trainers.view import SharedTrainerView, TrainerView
 
 _TRAINERS = (
-    "Megatron's model chunks with its optimizer and an hf_config, a torch module or a mapping of tensors "
-    "with a torch.optim.AdamW and masters, a TrainerView, a Sender, or a mapping of pair names to Senders"
+    "Megatron's model chunks, or a model under fully_shard, with its optimizer and an hf_config, a torch "
+    "module or a mapping of tensors with a torch.optim.AdamW and masters, a TrainerView, a Sender, or a "
+    "mapping of pair names to Senders"
 )
 _ENGINES = (
     "a transformers model, an EngineView, a vLLM LLM, AsyncLLM or VllmDriver, an SGLang Engine, or a Receiver"
@@ -48,6 +49,10 @@ def trainer_side(
         return _trainer(type(trained).__name__, lambda order: _forked_end(trained, order))
     if optimizer is None and isinstance(trained, TrainerView):
         return _trainer(type(trained).__name__, lambda order: _view_end(trained, order), num_pairs=1)
+    if _is(trained, "torch", "FSDPModule"):
+        if hf_config is None:
+            raise UnsupportedError("a model under fully_shard needs hf_config, that of the served HF model")
+        return _fsdp_trainer(trained, optimizer, hf_config)
     if isinstance(optimizer, torch.optim.AdamW):
         weights = _named_tensors(trained)
         if weights is not None and masters is not None:
@@ -202,6 +207,16 @@ def _megatron_trainer(chunks: Sequence[Any], optimizer: Any, hf_config: Any, rou
         return _view_end(view, order, view.detach)
 
     return _trainer("Megatron", open_end)
+
+
+def _fsdp_trainer(model: torch.nn.Module, optimizer: Any, hf_config: Any) -> Side:
+    def open_end(order: Order) -> End:
+        from awex_delta.trainers.fsdp import FsdpTrainer
+
+        view = FsdpTrainer.attach(model, optimizer, hf_config, settings=order.joining.settings)
+        return _view_end(view, order, view.detach)
+
+    return _trainer("FSDP2", open_end)
 
 
 def _engine_end(view: EngineView, order: Order) -> End:

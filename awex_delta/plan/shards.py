@@ -287,6 +287,8 @@ def _copied(
         raise LayoutError(
             f"{name}: trainers hold {counts[0]} copies of one part of it, {counts[-1]} of another"
         )
+    if not _tile([(one.global_offset, one.shape) for one, *_ in parts], whole):
+        raise LayoutError(f"{name}: the parts that trainers hold of it leave out elements, or overlap")
     return ParameterMeta(
         name=name,
         global_numel=math.prod(whole),
@@ -295,6 +297,18 @@ def _copied(
         shards=[shard for holders in parts for shard in holders],
         replicas=[ParameterReplicaMeta(shards=list(copy)) for copy in zip(*parts, strict=True)],
     )
+
+
+def _tile(parts: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], whole: tuple[int, ...]) -> bool:
+    """Whether parts, each an offset and a shape, are all cells of a grid over the whole tensor."""
+    num_cells = 1
+    for dim, size in enumerate(whole):
+        extents = {(offset[dim], shape[dim]) for offset, shape in parts}
+        ends = [0, *(start + extent for start, extent in sorted(extents))]
+        if ends != [*(start for start, _ in sorted(extents)), size]:
+            return False
+        num_cells *= len(extents)
+    return num_cells == len(parts)  # parts differ in where they begin
 
 
 def _engine_shard(engine: EngineSpec, name: str, world_size: int) -> ParameterShardMeta:

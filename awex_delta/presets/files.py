@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import yaml
 from pydantic import Field, ValidationInfo, field_validator
@@ -26,8 +26,19 @@ _Loader.add_implicit_resolver(
 _LARGEST = 2**40  # of one size: products of a few still fit a float
 
 
+_Section = TypeVar("_Section", bound=Section)
+PRESETS = Path(__file__).parent
+"""The folder of the presets that come with the package."""
+
+
 class ModelShape(Section):
-    """The sizes of a Qwen3 or Qwen3-MoE model, under the names of HF configurations."""
+    """A Qwen3 or Qwen3-MoE model: its sizes, under the names of HF configurations, and its first weights."""
+
+    path: str | None = None
+    """Folder or hub name of an HF checkpoint to begin from; none: random weights and a word tokenizer."""
+
+    initializer_range: float = Field(default=0.02, gt=0)
+    """Standard deviation of random weights."""
 
     architecture: Literal["Qwen3ForCausalLM", "Qwen3MoeForCausalLM"]
     """Class of the HF model; `Qwen3MoeForCausalLM` has experts in every layer."""
@@ -79,25 +90,26 @@ class ModelShape(Section):
         return value
 
 
-def find_preset(preset: str, folder: Path) -> Path:
-    """The file of a preset: a name in `folder`, which may not exist, or a path.
+def find_preset(preset: str) -> Path:
+    """The file of a preset: the name of one that comes with the package, or a path.
 
     Raises ConfigError if there is neither; names those that there are.
     """
-    beside = folder / f"{preset}.yaml"
-    if beside.is_file():
-        return beside
+    known = {path.stem: path for path in PRESETS.glob("*.yaml")}
+    if preset in known:
+        return known[preset]
     if not Path(preset).exists():
-        known = ", ".join(sorted(path.stem for path in folder.glob("*.yaml")))
-        presets = f", or one of the presets {known}" if known else ""
-        raise ConfigError(f"there is no file {preset!r}. Remedy: give a YAML file{presets}")
+        names = ", ".join(sorted(known))
+        raise ConfigError(
+            f"there is no file {preset!r}. Remedy: give a YAML file, or one of the presets {names}"
+        )
     return Path(preset)
 
 
 def read_preset(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """Read a YAML file of sections, and change single settings. Each section checks its own data.
 
-    overrides are such as `actor.weight_update_anchor_interval=5`; the value is read as YAML. Raises
+    overrides are such as `train.weight_update_anchor_interval=5`; the value is read as YAML. Raises
     ConfigError if the file cannot be read or holds no sections, or an override is not of that form.
     """
     try:
@@ -113,13 +125,24 @@ def read_preset(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     return data
 
 
+def load_section(kind: type[_Section], data: Mapping[str, Any], name: str) -> _Section:
+    """Build one section of what `read_preset` gave; one that is left out has its defaults.
+
+    Raises ConfigError if it is refused, which names the section.
+    """
+    try:
+        return kind.load(data.get(name, {}))
+    except ConfigError as error:
+        raise ConfigError(f"section {name}: {error}") from None
+
+
 def _override(data: dict[str, Any], override: str) -> None:
     name, equals, text = override.partition("=")
     section, *inner = name.split(".")
     if not equals or not inner or section not in data:
         raise ConfigError(
             f"override {override!r} is not of the form section.setting=value. Remedy: begin with one of "
-            f"{', '.join(data)}, such as actor.weight_update_anchor_interval=5"
+            f"{', '.join(data)}, such as train.weight_update_anchor_interval=5"
         )
     place = data[section]
     for step in inner[:-1]:

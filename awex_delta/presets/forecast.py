@@ -7,7 +7,7 @@ Qwen3-MoE; bytes of a delta are expected values for changes that are spread even
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from awex_delta.errors import ConfigError
@@ -17,17 +17,18 @@ from awex_delta.settings.allocation import Allocation, Parallelism
 from awex_delta.settings.environment import worker_environment
 from awex_delta.settings.resolve import ResolvedDelta, Topology, resolve
 from awex_delta.settings.schema import RolloutConfig, TrainEngineConfig
+from awex_delta.wire.choice import expected_bytes
 
 SHARES = (0.005, 0.01, 0.03)
 """Shares of changed elements for which a plan says the bytes."""
+
+ENCODINGS = ("indices", "gaps", "ulp", "ulp_zstd", "ulp_context")
+"""The encodings that a plan compares."""
 
 MAX_RANKS = 1 << 16
 """How many ranks a side of a plan may have: a plan names the owners of every parameter."""
 
 _BF16, _FP32 = 2, 4
-_STEP_BITS = 2.0  # sign and size of a typical step: 89 % of them are one unit in the last place
-_CONTEXT_OVER_PACKED = 0.75  # what knowing the old exponents saves; `wire.choice` assumes the same
-_PACKED_OVER_ENTROPY = 1.02  # what zstd reaches, as `awex-delta bench wire` measures it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +103,7 @@ class RunPlan:
 
     rounds: rounds of the transfer schedule.
     conversion_bytes: what a full sync takes on a trainer rank besides, for converted weights.
-    detection_bytes: what a delta of the largest of `SHARES` takes on a trainer rank besides, without frames.
+    detection_bytes: what a delta of the largest share takes on a trainer rank besides, without frames.
     kept_bytes: what a trainer rank keeps between updates: a byte an owned element with
         `weight_update_delta_accumulate` or the method `capture`, if much changed; the old weights with the
         method `snapshot`; else 0.
@@ -145,44 +146,33 @@ def count_parameters(shape: ModelShape) -> Counts:
     )
 
 
-def bytes_per_change(encoding: str, share: float) -> float:
-    """Expected bytes of one changed bf16 element, where changes are spread evenly.
-
-    encoding "auto" counts as `ulp_zstd`; `share` of all elements changed, above 0 and below 1.
-    """
-    # A gap is one byte; one of 255 or more, which no change interrupts, takes two more.
-    gap = 1 + 2 * (1 - share) ** 255
-    entropy = -(share * math.log2(share) + (1 - share) * math.log2(1 - share)) / share
-    packed = _PACKED_OVER_ENTROPY * (entropy + _STEP_BITS) / 8
-    sizes = {
-        "indices": 4.0 + _BF16,
-        "gaps": gap + _BF16,
-        "ulp": gap + 0.5,
-        "ulp_zstd": packed,
-        "ulp_context": _CONTEXT_OVER_PACKED * packed,
-        "auto": packed,
-    }
-    return sizes[encoding]
-
-
-def plan_run(train: TrainEngineConfig, rollout: RolloutConfig, shape: ModelShape) -> RunPlan:
+def plan_run(
+    train: TrainEngineConfig, rollout: RolloutConfig, shape: ModelShape, shares: Sequence[float] = SHARES
+) -> RunPlan:
     """Work out what a run will need. Deltas must be on.
 
-    Raises ConfigError if a setting cannot work, deltas are off, a side has more than `MAX_RANKS` ranks, or
-    the model does not divide over the ranks.
+    shares: of changed elements, for which the bytes of a delta are said; each above 0 and below 1.
+
+    Raises ConfigError if a share is none, a setting cannot work, deltas are off, a side has more than
+    `MAX_RANKS` ranks, or the model does not divide over the ranks.
     """
+    for share in shares:
+        if not 0 < share < 1:
+            raise ConfigError(
+                f"changed = {share:g}: no share of elements. Remedy: write one between 0 and 1, such as 0.01"
+            )
     resolved = resolve(train, rollout)
     if resolved.topology is None:
         raise ConfigError(
-            "actor.enable_delta_weight_update = False: there is no delta to plan. Remedy: set it to true"
+            "train.enable_delta_weight_update = False: there is no delta to plan. Remedy: set it to true"
         )
-    _check_size("actor.backend", train.backend, resolved.topology.trainer)
+    _check_size("train.backend", train.backend, resolved.topology.trainer)
     _check_size("rollout.backend", rollout.backend, resolved.topology.engine)
     _check_division(resolved.topology, shape)
-    return _plan(resolved, resolved.topology, shape)
+    return _plan(resolved, resolved.topology, shape, shares)
 
 
-def _plan(resolved: ResolvedDelta, topology: Topology, shape: ModelShape) -> RunPlan:
+def _plan(resolved: ResolvedDelta, topology: Topology, shape: ModelShape, shares: Sequence[float]) -> RunPlan:
     counts = count_parameters(shape)
     dense, experts = topology.trainer.layout, topology.trainer.experts or topology.trainer.layout
     local_dense = _dense_on_a_rank(counts, dense)
@@ -207,7 +197,7 @@ def _plan(resolved: ResolvedDelta, topology: Topology, shape: ModelShape) -> Run
         engine_memory=Memory(weights=_BF16 * on_engine),
         conversion_bytes=_BF16 * local,
         # A position of 8 bytes, a code of 1 and a value of 2 for each change.
-        detection_bytes=int(max(SHARES) * owned * 11),
+        detection_bytes=int(max(shares) * owned * 11),
         kept_bytes=owned * _kept_per_element(resolved.settings),
         full_bytes=full_bytes,
         encoding=resolved.settings.encoding,
@@ -220,9 +210,9 @@ def _plan(resolved: ResolvedDelta, topology: Topology, shape: ModelShape) -> Run
                 largest_sender_bytes=int(owned * engine.data * share * each),
                 largest_receiver_bytes=int(on_engine * share * each),
             )
-            for encoding in ("indices", "gaps", "ulp", "ulp_zstd", "ulp_context")
-            for share in SHARES
-            for each in [bytes_per_change(encoding, share)]
+            for encoding in ENCODINGS
+            for share in shares
+            for each in [expected_bytes(encoding, share)]
         ),
         environment=worker_environment(resolved),
     )
@@ -274,10 +264,10 @@ def _check_size(field: str, value: str, allocation: Allocation) -> None:
 def _check_division(topology: Topology, shape: ModelShape) -> None:
     trainer, experts, engine = topology.trainer.layout, topology.trainer.experts, topology.engine.layout
     wanted = [
-        ("num_attention_heads", shape.num_attention_heads, "actor.backend", "t", trainer.tensor),
-        ("num_key_value_heads", shape.num_key_value_heads, "actor.backend", "t", trainer.tensor),
-        ("num_hidden_layers", shape.num_hidden_layers, "actor.backend", "p", trainer.pipeline),
-        ("num_experts", shape.num_experts, "actor.backend", "e", experts.expert if experts else 1),
+        ("num_attention_heads", shape.num_attention_heads, "train.backend", "t", trainer.tensor),
+        ("num_key_value_heads", shape.num_key_value_heads, "train.backend", "t", trainer.tensor),
+        ("num_hidden_layers", shape.num_hidden_layers, "train.backend", "p", trainer.pipeline),
+        ("num_experts", shape.num_experts, "train.backend", "e", experts.expert if experts else 1),
         ("num_attention_heads", shape.num_attention_heads, "rollout.backend", "t", engine.tensor),
         ("num_hidden_layers", shape.num_hidden_layers, "rollout.backend", "p", engine.pipeline),
     ]

@@ -2,6 +2,8 @@
 
     megatron:d2p1t4                       data 2, pipeline 1, tensor 4: 8 ranks
     megatron:(attn:d2p1t4|ffn:d1p1e8)     the same 8 ranks, with experts spread over all of them
+    fsdp:d8    fsdp:d4t2                  FSDP2 over 8 ranks; over 4, each of 2 tensor-parallel ranks
+    torch:d1                              a trainer whose ranks are data parallel alone
     sglang:d2t4p1    vllm:d1t2            an inference engine
 
 Letters stand in any order, each at most once; a missing letter means 1.
@@ -15,13 +17,19 @@ from dataclasses import dataclass
 
 from awex_delta.errors import ConfigError
 
-TRAINER_BACKENDS = ("megatron",)
+TRAINER_BACKENDS = ("megatron", "fsdp", "torch")
 ENGINE_BACKENDS = ("sglang", "vllm", "transformers")
 
 _DIMENSIONS = {"d": "data", "p": "pipeline", "t": "tensor", "c": "context", "e": "expert"}
 _TRAINER_LETTERS = "dptc"
 _EXPERT_LETTERS = "dpte"
+_FSDP_LETTERS = "dtcp"
 _ENGINE_LETTERS = "dpt"
+_LETTERS = {"megatron": _TRAINER_LETTERS, "fsdp": _FSDP_LETTERS}
+_DATA_ALONE = {
+    "torch": "a plain torch trainer, of which each rank holds whole parameters",
+    "transformers": "a transformers model, which runs whole",
+}
 
 _HYBRID = re.compile(r"\(attn:(?P<attn>[^|()]*)\|ffn:(?P<ffn>[^|()]*)\)")
 _TERM = re.compile(r"(?P<letter>[a-z])(?P<size>[1-9][0-9]{0,5})")
@@ -83,20 +91,18 @@ def parse_allocation(text: str, *, backends: Collection[str]) -> Allocation:
     if backend not in backends:
         raise ConfigError(f"backend {backend!r} in {text!r} is not one of {', '.join(backends)}")
     if not colon or not body:
-        raise ConfigError(
-            f"{text!r} has no dimensions after {backend!r}; write for example '{backend}:d2p1t4'"
-        )
+        raise ConfigError(f"{text!r} has no dimensions after {backend!r}; write for example '{backend}:d2'")
     offset = len(backend) + 1
-    if backend in ENGINE_BACKENDS:
-        layout = _parse_layout(text, offset, body, _ENGINE_LETTERS)
-        if backend == "transformers" and layout.world_size != layout.data:
-            raise ConfigError(
-                f"{text!r} splits a transformers model, which runs whole; write for example 'd2'"
-            )
-        return Allocation(backend=backend, layout=layout)
-    if not body.startswith("("):
-        return Allocation(backend=backend, layout=_parse_layout(text, offset, body, _TRAINER_LETTERS))
-    return _parse_hybrid(text, offset, backend)
+    if backend == "megatron" and body.startswith("("):
+        return _parse_hybrid(text, offset, backend)
+    layout = _parse_layout(text, offset, body, _LETTERS.get(backend, _ENGINE_LETTERS))
+    if backend == "fsdp" and layout.pipeline > 1:
+        raise ConfigError(
+            f"{text!r} has p{layout.pipeline}, but FSDP2 has no stages; write for example 'fsdp:d4'"
+        )
+    if backend in _DATA_ALONE and layout.world_size != layout.data:
+        raise ConfigError(f"{text!r} splits {_DATA_ALONE[backend]}; write for example '{backend}:d2'")
+    return Allocation(backend=backend, layout=layout)
 
 
 def _parse_hybrid(text: str, offset: int, backend: str) -> Allocation:
@@ -148,6 +154,8 @@ def _hint(letter: str, letters: str) -> str:
     """Where expert parallelism goes instead, since each backend takes it elsewhere."""
     if letter != "e":
         return ""
+    if letters == _FSDP_LETTERS:
+        return "; FSDP2 shards experts as it does all parameters"
     if letters == _TRAINER_LETTERS:
         return "; expert parallelism goes into the ffn half: 'megatron:(attn:d2p1t4|ffn:d1p1e8)'"
     return "; an engine spreads experts over its tensor-parallel ranks, as its own arguments say"

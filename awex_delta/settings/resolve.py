@@ -96,6 +96,13 @@ def check_world_size(*, num_trainer_ranks: int, num_engine_ranks: int, policy: W
 
 def _train_problems(train: TrainEngineConfig) -> Iterator[str]:
     yield from _side_problems(train, TRAINER_BACKENDS)
+    if train.weight_update_release_grad_buffers and train.backend.startswith("fsdp:"):
+        yield _problem(
+            train,
+            "weight_update_release_grad_buffers",
+            "FSDP2 keeps no gradient buffers; optimizer.zero_grad() frees its gradients",
+            "set weight_update_release_grad_buffers: false",
+        )
     if train.weight_update_mode != "awex":
         yield _problem(
             train, "weight_update_mode", "only AWEX's transfer carries deltas", "set weight_update_mode: awex"

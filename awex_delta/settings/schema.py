@@ -74,8 +74,8 @@ class _SideConfig(Section):
     """What the two sides have in common."""
 
     backend: str
-    """Allocation string: which backend runs on how many ranks, such as `megatron:d2p1t4` on the
-    trainer's side and `sglang:d2t4p1` or `vllm:d1t2` on the engines'."""
+    """Allocation string: which backend runs on how many ranks, such as `megatron:d2p1t4`, `fsdp:d8`
+    or `torch:d1` on the trainer's side and `sglang:d2t4p1` or `vllm:d1t2` on the engines'."""
 
     version: str = "v2"
     """Generation of the weight-update control plane; `_version` is read as the same setting.

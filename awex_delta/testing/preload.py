@@ -8,6 +8,7 @@ _NEEDED = (
     "awex_delta.testing.tidy",
     "awex_delta.testing.procs",
     "awex_delta.testing.tiny_models",
+    "awex_delta.trainers.fsdp",
     "awex_delta.trainers.megatron",
     "awex_delta.protocol.sender",
     "awex_delta.protocol.receiver",

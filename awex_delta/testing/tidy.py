@@ -15,6 +15,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
+from torch.distributed.tensor import _redistribute
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 # Engines that keep state in their modules for the life of a process.
 _UNTIDY = ("vllm", "sglang")
@@ -44,6 +46,7 @@ class Beginning:
         Returns what is left that a further job might notice; empty if there is nothing.
         """
         _leave_groups()
+        _forget_meshes()
         gc.collect()
         os.environ.clear()
         os.environ.update(self._environment)
@@ -75,6 +78,13 @@ def _leave_groups() -> None:
     for group in [*_groups()]:  # those that stand beside the default group
         with suppress(RuntimeError):  # a broken one may complain; it is gone either way
             dist.destroy_process_group(group)
+
+
+def _forget_meshes() -> None:
+    """Clear what DTensor caches by mesh: an equal mesh of the next job finds this process at another rank."""
+    _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
+    _redistribute.clear_redistribute_planner_cache()
+    _redistribute._gen_transform_infos.cache_clear()
 
 
 def _groups() -> Collection[dist.ProcessGroup]:

@@ -138,9 +138,9 @@ class EmaShadow:
     def tensor(self, key: str) -> torch.Tensor:
         """The averaged weight. Outside of a full sync, elements that this rank does not own are zero."""
         info = self._infos[key]
+        if key in self._averages and info.dtype is torch.float32:
+            return self._averages[key].view(info.shape)  # sent whole, or rounded by the converter
         if not info.sparse:
-            if key in self._averages:
-                return self._averages[key].view(info.shape)
             return self._copies[key] if key in self._copies else self._view.tensor(key)
         if key in self._whole:
             return self._whole[key]
@@ -175,7 +175,9 @@ class EmaShadow:
         Collective: over the owners of each parameter.
         """
         parts = {
-            key: round_to_bf16(average) for key, average in self._averages.items() if self._infos[key].sparse
+            key: round_to_bf16(average)
+            for key, average in self._averages.items()
+            if self._infos[key].dtype is torch.bfloat16
         }
         self._whole = self._view.gather_owned(parts)
 

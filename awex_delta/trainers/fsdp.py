@@ -1,8 +1,8 @@
 """A transformers model under FSDP2 (`fully_shard`) as a `TrainerView`.
 
-Each rank holds and steps a part of every parameter. The model computes with whole parameters, which FSDP gathers
-in the dtype of its `MixedPrecisionPolicy`: what engines hold is that rounding. A rank sends what it holds
-itself, so that nothing is gathered for an update, neither for a delta nor for a full sync.
+Each rank holds and steps a part of every parameter. The model computes with whole parameters, which FSDP
+gathers in the dtype of its `MixedPrecisionPolicy`: what engines hold is that rounding. A rank sends what it
+holds itself, so that nothing is gathered for an update, neither for a delta nor for a full sync.
 """
 
 from __future__ import annotations
@@ -80,22 +80,22 @@ class FsdpTrainer:
         Args:
             model: a causal language model of transformers; `fully_shard` was called on it and on any modules
                 inside. All ranks of torch's default process group are trainers.
-            optimizer: what steps its parameters, or several that step some each. With `settings.enabled` False
-                it is not looked at, and every weight is sent whole.
+            optimizer: what steps its parameters, or several that step some each. With `settings.enabled`
+                False it is not looked at, and every weight is sent whole.
             hf_config: the HF configuration of the model that engines serve.
             settings: as agreed with the engines.
 
         Raises:
-            UnsupportedError: a trained parameter is not sharded or stepped by no optimizer, a tensor cannot be
-                sent, or the head is tied in the model alone or in `hf_config` alone. Nothing was hooked.
+            UnsupportedError: a trained parameter is not sharded or stepped by no optimizer, a tensor cannot
+                be sent, or the head is tied in the model alone or in `hf_config` alone. Nothing was hooked.
         """
         held, aliases = held_tensors(model)
         tied = aliases.get(_LM_HEAD) == _EMBEDDING
         if tied != hf_config.tie_word_embeddings:
             raise UnsupportedError(
                 f"hf_config.tie_word_embeddings={hf_config.tie_word_embeddings}, but the model "
-                f"{'ties' if tied else 'does not tie'} {_LM_HEAD} to {_EMBEDDING}. Remedy: give the configuration "
-                "of this model, or tie its weights before fully_shard (model.tie_weights())"
+                f"{'ties' if tied else 'does not tie'} {_LM_HEAD} to {_EMBEDDING}. Remedy: give the "
+                "configuration of this model, or tie its weights before fully_shard (model.tie_weights())"
             )
         several = optimizer if isinstance(optimizer, Sequence) else [optimizer]
         return cls(
@@ -131,18 +131,17 @@ class FsdpTrainer:
             tensor = tensor_at(self._model, held.path, key)
             if tensor is not held.tensor:
                 raise UnsupportedError(
-                    f"{key}: the model has another parameter than it had, and than its optimizer steps. Remedy: "
-                    "put it back, or make the optimizer for the model as it is, and attach again"
+                    f"{key}: the model has another parameter than its optimizer steps. Remedy: put it back, "
+                    "or make the optimizer for the model as it is, and attach again"
                 )
-        return local(tensor).detach()
+        return local(tensor)
 
     def owned_slices(self) -> list[OwnedSlice]:
         """The parts that this rank steps."""
-        line, slices = trainer_line(self._infos.values()), list[OwnedSlice]()
+        line, found = trainer_line(self._infos.values()), dict[str, OwnedSlice]()
         begins = dict(zip(line.names, line.starts.tolist(), strict=False))
-        live, found = dict[str, torch.Tensor](), dict[str, OwnedSlice]()
         for stepped in self._watched:
-            live = dict(stepped.live())
+            live = stepped.live()
             counts = step_counts(stepped.optimizer, list(live.values()))
             for (key, param), step in zip(live.items(), counts, strict=True):
                 weight, main = local(self._held[key].tensor), local(param)
@@ -156,8 +155,7 @@ class FsdpTrainer:
                     in_weight=None,
                     in_state=None,
                 )
-        slices = [found[key] for key in line.names]
-        return slices
+        return [found[key] for key in line.names]
 
     def detect(self) -> Detection:
         """What changed in the parts that this rank steps, found as `settings.method` says."""
@@ -181,7 +179,7 @@ class FsdpTrainer:
         self._baseline.committed()
 
     def weights_replaced(self) -> None:
-        """Tell that parameters were changed by something else than an optimizer step: the next update is full."""
+        """Tell that something else than an optimizer step changed parameters: the next update is full."""
         self._baselines.weights_replaced()
 
     def convert(self, key: str, tensor: torch.Tensor) -> Sequence[tuple[str, torch.Tensor]]:
@@ -233,8 +231,8 @@ class FsdpTrainer:
         fused = is_fused_experts(held.name)
         if (fused and shape[1:] != held.part.whole[1:]) or (not fused and len(shape) > 2):
             raise UnsupportedError(
-                f"{held.name}: this rank holds {shape} of {held.part.whole}, and no rule names the HF tensors "
-                "of such a part. Remedy: shard experts along dimension 0, as fully_shard does by default"
+                f"{held.name}: this rank holds {shape} of {held.part.whole}, and no rule names the HF "
+                "tensors of such a part. Remedy: shard it along dimension 0, as fully_shard does by itself"
             )
         try:
             outputs = self.convert(key, like)

@@ -1,9 +1,11 @@
-"""What FSDP2's modules and DTensors say about the part of each parameter that this rank holds. Reads them alone."""
+"""What FSDP2's modules and DTensors say about the part of each parameter that this rank holds."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -48,8 +50,8 @@ def held_tensors(model: nn.Module) -> tuple[list[Held], dict[str, str]]:
     sharding = {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
     if not sharding:
         raise UnsupportedError(
-            f"model={type(model).__name__}: no module of it is wrapped by torch.distributed.fsdp.fully_shard. "
-            "Remedy: call fully_shard on its layers, then on the model, and make the optimizer after that"
+            f"model={type(model).__name__}: no module of it is under torch.distributed.fsdp.fully_shard. "
+            "Remedy: call that on the layers, then on the model, and make the optimizer after that"
         )
     for module in sharding.values():
         module.reshard()  # parameters that stayed gathered after a forward are sharded again
@@ -101,15 +103,15 @@ def _held(name: str, path: str, tensor: torch.Tensor, module: FSDPModule | None)
     else:
         if module is None:
             raise UnsupportedError(
-                f"{name} is a DTensor on {tensor.device_mesh}, but lies in no fully_shard module. Remedy: call "
-                "fully_shard on the model itself after its layers"
+                f"{name} is a DTensor on {tensor.device_mesh}, but lies in no fully_shard module. Remedy: "
+                "call fully_shard on the model itself after its layers"
             )
         part, served = part_of(name, tensor), _served_dtype(tensor, module)
         _check_memory(name, tensor)
     if served not in WIRE_DTYPES.values():
         raise UnsupportedError(
-            f"{name} is computed with in {served}; only {', '.join(sorted(WIRE_DTYPES))} can be sent. Remedy: "
-            "set MixedPrecisionPolicy(param_dtype=torch.bfloat16) in fully_shard"
+            f"{name} is computed with in {served}; only {', '.join(sorted(WIRE_DTYPES))} can be sent. "
+            "Remedy: give fully_shard mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)"
         )
     return Held(
         name=name, path=tuple(path.split(".")), tensor=tensor, part=part, served=served, module=module
@@ -117,40 +119,47 @@ def _held(name: str, path: str, tensor: torch.Tensor, module: FSDPModule | None)
 
 
 def part_of(name: str, tensor: DTensor) -> HfPart:
-    """Where this rank's part of a DTensor lies: a rectangle, for FSDP, HSDP and tensor parallelism beside them.
+    """Where this rank's part of a DTensor lies: a rectangle, with FSDP, HSDP and tensor parallelism.
 
     Each placement in turn cuts what is left as `torch.chunk` does. FSDP cuts what tensor parallelism has cut
     already, and marks its own placement as strided if both cut the same dimension; so that one comes last.
 
     Raises:
-        UnsupportedError: a placement is neither Shard nor Replicate, or the part has another shape than it must.
+        UnsupportedError: a placement is neither Shard nor Replicate, or the part has another shape.
     """
     mesh, offset, size = tensor.device_mesh, [0] * tensor.dim(), list(tensor.shape)
-    coordinate = mesh.get_coordinate()
-    strided = [number for number, one in enumerate(tensor.placements) if _is_strided(one)]
-    order = [number for number in range(len(tensor.placements)) if number not in strided] + strided[::-1]
-    for number in order if coordinate is not None else ():
-        placement = tensor.placements[number]
-        if _is_strided(placement) or isinstance(placement, Shard):
-            dim = placement.dim
-            chunk = -(-size[dim] // mesh.size(number))
-            start = min(coordinate[number] * chunk, size[dim])
-            offset[dim], size[dim] = offset[dim] + start, min(chunk, size[dim] - start)
-        elif not isinstance(placement, Replicate):
-            coordinate = None
+    coordinate, cuts = mesh.get_coordinate(), _cuts(tensor)
+    for number, dim in cuts or ():
+        if coordinate is None:  # a rank outside of the mesh
             break
-    if coordinate is None or tuple(size) != tuple(local(tensor).shape):
+        chunk = -(-size[dim] // mesh.size(number))
+        start = min(coordinate[number] * chunk, size[dim])
+        offset[dim], size[dim] = offset[dim] + start, min(chunk, size[dim] - start)
+    if coordinate is None or cuts is None or tuple(size) != tuple(local(tensor).shape):
         raise UnsupportedError(
             f"{name}: placements={tensor.placements} on {mesh}, of which this rank holds "
             f"{tuple(local(tensor).shape)} of {tuple(tensor.shape)}: only rows and columns that Shard and "
-            "Replicate cut evenly are known. Remedy: train on a mesh of fully_shard alone, or on one of HSDP"
+            "Replicate cut are known. Remedy: train on a mesh of fully_shard alone, or on one of HSDP"
         )
     return HfPart(offset=tuple(offset), whole=tuple(tensor.shape))
 
 
-def _is_strided(placement: object) -> bool:
-    # torch has no public name for the class.
-    return type(placement).__name__ == "_StridedShard"
+def _cuts(tensor: DTensor) -> list[tuple[int, int]] | None:
+    """Dimension of the mesh and of the tensor for each cut, in order; None if a placement is not known."""
+    plain, strided = list[tuple[int, int]](), list[tuple[int, int]]()
+    for number, placement in enumerate(tensor.placements):
+        one: Any = placement
+        if type(one).__name__ == "_StridedShard":  # torch has no public name for it
+            later = [p for p in tensor.placements[number + 1 :] if isinstance(p, Shard) and p.dim == one.dim]
+            sizes = [tensor.device_mesh.size(tensor.placements.index(p)) for p in later]
+            if one.split_factor != math.prod(sizes):
+                return None
+            strided.insert(0, (number, one.dim))
+        elif isinstance(one, Shard):
+            plain.append((number, one.dim))
+        elif not isinstance(one, Replicate):
+            return None
+    return plain + strided
 
 
 def _served_dtype(tensor: torch.Tensor, module: FSDPModule) -> torch.dtype:
@@ -159,8 +168,8 @@ def _served_dtype(tensor: torch.Tensor, module: FSDPModule) -> torch.dtype:
         policy = module._get_fsdp_state()._mp_policy  # noqa: SLF001
     except AttributeError as error:
         raise UnsupportedError(
-            f"torch {torch.__version__}: {type(module).__name__} has no attribute {error.name}, which tells its "
-            "MixedPrecisionPolicy; torch 2.6 to 2.13 have it"
+            f"torch {torch.__version__}: {type(module).__name__} has no attribute {error.name}, which tells "
+            "its MixedPrecisionPolicy; torch 2.6 to 2.13 have it"
         ) from error
     if policy.param_dtype is None or not tensor.is_floating_point():
         return tensor.dtype
@@ -177,9 +186,8 @@ def _check_memory(name: str, tensor: DTensor) -> None:
         )
     if here.device.type != tensor.device_mesh.device_type:
         raise UnsupportedError(
-            f"{name} lies on {here.device}, its mesh on {tensor.device_mesh.device_type} (offload_policy="
-            "CPUOffloadPolicy): parameters that live in host memory are not served. Remedy: fully_shard without "
-            "offload_policy"
+            f"{name} lies on {here.device}, its mesh on {tensor.device_mesh.device_type}. Remedy: call "
+            "fully_shard without offload_policy=CPUOffloadPolicy(), and load weights that are on meta first"
         )
 
 
@@ -187,8 +195,8 @@ def optimizer_of(optimizers: Sequence[object], held: Sequence[Held]) -> dict[str
     """Which optimizer steps each parameter, by name.
 
     Raises:
-        UnsupportedError: something is no optimizer, a trained parameter is stepped by none, or an optimizer steps
-            what is not in the model.
+        UnsupportedError: something is no optimizer, a trained parameter is stepped by none, or an optimizer
+            steps what is not in the model.
     """
     names = {one.tensor: one.name for one in held}
     found: dict[str, torch.optim.Optimizer] = {}
@@ -211,8 +219,8 @@ def optimizer_of(optimizers: Sequence[object], held: Sequence[Held]) -> dict[str
     unstepped = [one.name for one in held if one.tensor.requires_grad and one.name not in found]
     if unstepped:
         raise UnsupportedError(
-            f"{unstepped[0]} is trained, but no optimizer steps it. Remedy: give all optimizers of the model, "
-            "or freeze the parameter"
+            f"{unstepped[0]} is trained, but no optimizer steps it. Remedy: give all optimizers of the "
+            "model, or freeze the parameter"
         )
     return found
 

@@ -15,8 +15,8 @@ from awex_delta.plan.describe import WIRE_DTYPES
 def tensor_at(module: torch.nn.Module, path: Sequence[str], key: str) -> torch.Tensor:
     """The parameter or buffer that a module holds now under the words of a name.
 
-    It is called for each tensor in each update: moving a module replaces its buffers, and anyone may replace a
-    parameter. torch's own look-up takes ten times as long.
+    It is called for each tensor in each update, since moving a module replaces its buffers, and anyone may
+    replace a parameter. torch's own look-up takes ten times as long.
 
     Raises:
         UnsupportedError: there is none; it names `key`.

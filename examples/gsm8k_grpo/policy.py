@@ -27,10 +27,11 @@ from megatron.core.transformer import TransformerConfig
 from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from awex_delta.engines.transformers import TransformersEngine
-from awex_delta.settings.allocation import TRAINER_BACKENDS, Allocation, parse_allocation
+from awex_delta.presets.files import ModelShape
+from awex_delta.settings.allocation import Allocation, parse_allocation
 from awex_delta.testing import megatron_cpu
 from examples.gsm8k_grpo.hf_weights import Weights, checkpoint_weights, load_into
-from examples.gsm8k_grpo.settings import ModelConfig, OptimizerConfig, Settings
+from examples.gsm8k_grpo.settings import OptimizerConfig, Settings
 
 GPU = torch.cuda.is_available()
 
@@ -166,7 +167,7 @@ def build_policy(settings: Settings) -> Policy:
 
     Collective over the default process group, which must exist and holds the trainer ranks only.
     """
-    allocation = parse_allocation(settings.actor.backend, backends=TRAINER_BACKENDS)
+    allocation = parse_allocation(settings.train.backend, backends=["megatron"])
     layout, experts = allocation.layout, allocation.experts
     if not GPU:
         megatron_cpu.install()
@@ -189,7 +190,7 @@ def build_policy(settings: Settings) -> Policy:
     return Policy(chunks=[chunk], optimizer=optimizer, hf_config=hf, micro=settings.grpo.micro_batch_size)
 
 
-def hf_config(model: ModelConfig) -> PretrainedConfig:
+def hf_config(model: ModelShape) -> PretrainedConfig:
     """The HF configuration of the model, for AWEX's converter and for engines that begin without weights."""
     kind = Qwen3MoeConfig if model.num_experts else Qwen3Config
     values = model.model_dump(exclude={"architecture", "path", "rope_theta"})
@@ -215,7 +216,7 @@ def initial_weights(settings: Settings) -> Weights:
     return {tensor.name: tensor.view for tensor in TransformersEngine(model).tensors()}.__getitem__
 
 
-def _transformer_config(model: ModelConfig, allocation: Allocation) -> TransformerConfig:
+def _transformer_config(model: ModelShape, allocation: Allocation) -> TransformerConfig:
     layout, experts = allocation.layout, allocation.experts
     moe: dict[str, Any] = {}
     if model.num_experts:
@@ -267,7 +268,7 @@ def _transformer_config(model: ModelConfig, allocation: Allocation) -> Transform
     )
 
 
-def _gpt_model(model: ModelConfig, config: TransformerConfig) -> GPTModel:
+def _gpt_model(model: ModelShape, config: TransformerConfig) -> GPTModel:
     multiple = config.tensor_model_parallel_size
     gpt = GPTModel(
         config=config,

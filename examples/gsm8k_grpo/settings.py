@@ -4,26 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, TypeVar
 
 from pydantic import Field
 
 from awex_delta import ConfigError, RolloutConfig, TrainEngineConfig
-from awex_delta.presets.files import ModelShape, find_preset, read_preset
+from awex_delta.presets.files import ModelShape, find_preset, load_section, read_preset
 from awex_delta.settings.schema import Section
-
-FOLDER = Path(__file__).parent
-
-
-class ModelConfig(ModelShape):
-    """What is trained."""
-
-    path: str | None = None
-    """Folder or hub name of an HF checkpoint to begin from; none: random weights and a word tokenizer."""
-
-    initializer_range: float = Field(default=0.02, gt=0)
-    """Standard deviation of random weights."""
 
 
 class OptimizerConfig(Section):
@@ -132,9 +118,9 @@ class RunConfig(Section):
 class Settings:
     """All sections of a preset."""
 
-    actor: TrainEngineConfig
+    train: TrainEngineConfig
     rollout: RolloutConfig
-    model: ModelConfig
+    model: ModelShape
     optimizer: OptimizerConfig
     grpo: GrpoConfig
     warmup: WarmupConfig
@@ -143,20 +129,17 @@ class Settings:
     run: RunConfig
 
 
-_Section = TypeVar("_Section", bound=Section)
-
-
 def load_settings(preset: str, overrides: Sequence[str] = ()) -> Settings:
     """Read and check a preset.
 
     Args:
-        preset: a YAML file, or the name of one beside this module.
-        overrides: such as `actor.enable_delta_weight_update=false`.
+        preset: a YAML file, or the name of a preset of the package.
+        overrides: such as `train.enable_delta_weight_update=false`.
 
     Raises:
         ConfigError: names the setting, its value and the remedy.
     """
-    path = preset_path(preset)
+    path = find_preset(preset)
     data = read_preset(path, overrides)
     unknown = data.keys() - set(Settings.__slots__)
     if unknown:
@@ -165,36 +148,24 @@ def load_settings(preset: str, overrides: Sequence[str] = ()) -> Settings:
             f"Remedy: use {', '.join(Settings.__slots__)}"
         )
     settings = Settings(
-        actor=_load(TrainEngineConfig, data, "actor"),
-        rollout=_load(RolloutConfig, data, "rollout"),
-        model=_load(ModelConfig, data, "model"),
-        optimizer=_load(OptimizerConfig, data, "optimizer"),
-        grpo=_load(GrpoConfig, data, "grpo"),
-        warmup=_load(WarmupConfig, data, "warmup"),
-        data=_load(DataConfig, data, "data"),
-        engines=_load(EnginesConfig, data, "engines"),
-        run=_load(RunConfig, data, "run"),
+        train=load_section(TrainEngineConfig, data, "train"),
+        rollout=load_section(RolloutConfig, data, "rollout"),
+        model=load_section(ModelShape, data, "model"),
+        optimizer=load_section(OptimizerConfig, data, "optimizer"),
+        grpo=load_section(GrpoConfig, data, "grpo"),
+        warmup=load_section(WarmupConfig, data, "warmup"),
+        data=load_section(DataConfig, data, "data"),
+        engines=load_section(EnginesConfig, data, "engines"),
+        run=load_section(RunConfig, data, "run"),
     )
     _check_batch(settings)
     return settings
 
 
-def preset_path(preset: str) -> Path:
-    """The file of a preset: a path, or a name beside this module."""
-    return find_preset(preset, FOLDER)
-
-
-def _load(section: type[_Section], data: dict[str, Any], name: str) -> _Section:
-    try:
-        return section.load(data.get(name, {}))
-    except ConfigError as error:
-        raise ConfigError(f"section {name}: {error}") from None
-
-
 def _check_batch(settings: Settings) -> None:
-    grpo, num_minibatches = settings.grpo, settings.actor.ppo_n_minibatches
+    grpo, num_minibatches = settings.grpo, settings.train.ppo_n_minibatches
     if (grpo.prompts * grpo.group_size) % num_minibatches:
         raise ConfigError(
             f"grpo.prompts times grpo.group_size = {grpo.prompts * grpo.group_size} completions do not "
-            f"divide into actor.ppo_n_minibatches = {num_minibatches}. Remedy: make it a divisor"
+            f"divide into train.ppo_n_minibatches = {num_minibatches}. Remedy: make it a divisor"
         )

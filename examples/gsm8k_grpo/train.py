@@ -33,9 +33,9 @@ from awex_delta import (
     host_store,
     resolve,
 )
-from awex_delta.cli.plan import plan_preset
 from awex_delta.cli.plan import show as show_plan
-from awex_delta.settings.allocation import ENGINE_BACKENDS, TRAINER_BACKENDS, parse_allocation
+from awex_delta.presets.forecast import plan_run
+from awex_delta.settings.allocation import ENGINE_BACKENDS, parse_allocation
 from examples.gsm8k_grpo.policy import GPU, Batch, Loss, Policy, build_policy
 from examples.gsm8k_grpo.problems import (
     HubTokenizer,
@@ -47,7 +47,7 @@ from examples.gsm8k_grpo.problems import (
 )
 from examples.gsm8k_grpo.progress import digest, show, weights_digest
 from examples.gsm8k_grpo.rollouts import Request, Rollouts, Tokens, start_rollouts
-from examples.gsm8k_grpo.settings import Settings, load_settings, preset_path
+from examples.gsm8k_grpo.settings import Settings, load_settings
 
 Value = TypeVar("Value")
 
@@ -151,7 +151,7 @@ class Run:
 
     def train(self, chosen: Sequence[int], groups: Sequence[Group], rewards: torch.Tensor) -> float:
         """The optimizer steps of one round; returns the last norm of the gradient."""
-        grpo, num_minibatches = self.settings.grpo, self.settings.actor.ppo_n_minibatches
+        grpo, num_minibatches = self.settings.grpo, self.settings.train.ppo_n_minibatches
         whole = make_batch([self.prompts[at] for at in chosen], groups, advantages(rewards))
         old = self.policy.logps(whole) if num_minibatches > 1 else None
         reference = None
@@ -249,7 +249,7 @@ def run(settings: Settings) -> list[float]:
     Returns:
         The mean reward of each version's samples.
     """
-    delta = resolve(settings.actor, settings.rollout).settings
+    delta = resolve(settings.train, settings.rollout).settings
     join_trainers(settings)
     problems = load_problems(settings.data.source)
     path = settings.model.path
@@ -275,7 +275,7 @@ def run(settings: Settings) -> list[float]:
             rank=dist.get_rank(),
             num_ranks=dist.get_world_size(),
             model=path or f"{settings.model.architecture}, from random weights",
-            topology={"trainer": settings.actor.backend, "engines": settings.rollout.backend},
+            topology={"trainer": settings.train.backend, "engines": settings.rollout.backend},
         )
         history = rounds(one, sender, rollouts, log)
         sender.close()
@@ -291,10 +291,10 @@ def run(settings: Settings) -> list[float]:
 def join_trainers(settings: Settings) -> None:
     """Make the process group of the trainer ranks, as torchrun says, or of this process alone."""
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    wanted = parse_allocation(settings.actor.backend, backends=TRAINER_BACKENDS).world_size
+    wanted = parse_allocation(settings.train.backend, backends=["megatron"]).world_size
     if world_size != wanted:
         raise ConfigError(
-            f"actor.backend = {settings.actor.backend!r} has {wanted} ranks, but {world_size} were started. "
+            f"train.backend = {settings.train.backend!r} has {wanted} ranks, but {world_size} were started. "
             f"Remedy: start them with torchrun, {wanted} in all"
         )
     if GPU:
@@ -329,14 +329,14 @@ def main() -> None:
     """Read the preset and the overrides, and run."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
-    parser.add_argument("preset", help="a preset beside this program, such as tiny_cpu, or a YAML file")
-    parser.add_argument("overrides", nargs="*", help="such as actor.enable_delta_weight_update=false")
+    parser.add_argument("preset", help="a preset, such as tiny_cpu, or a YAML file")
+    parser.add_argument("overrides", nargs="*", help="such as train.enable_delta_weight_update=false")
     parser.add_argument("--plan", action="store_true", help="say what the run needs, and start nothing")
     asked = parser.parse_args()
     try:
         settings = load_settings(asked.preset, asked.overrides)
         if asked.plan:
-            show_plan(plan_preset(preset_path(asked.preset), asked.overrides), Console())
+            show_plan(plan_run(settings.train, settings.rollout, settings.model), Console())
         else:
             check_engine(settings)
             run(settings)

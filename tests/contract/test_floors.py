@@ -69,9 +69,10 @@ IMPURE_MODULES = (
     "time",
 )
 
-# Who may use what. `trainers.megatron_layout` is the part of the adapter that reads Megatron's layout.
+# Who may use what. `trainers.megatron_layout` is the part of the adapter that reads Megatron's layout, and
+# `trainers.fsdp_layout` that which reads FSDP2's.
 MEGATRON_USERS = ("trainers.megatron", "trainers.megatron_layout", "testing")
-DISTRIBUTED_USERS = ("protocol.comm", *MEGATRON_USERS)
+DISTRIBUTED_USERS = ("protocol.comm", "trainers.fsdp_layout", *MEGATRON_USERS)
 ENVIRONMENT_USERS = ("settings.environment", "testing")
 ENVIRONMENT_NAMES = ("os.environ", "os.environb", "os.getenv", "os.putenv", "os.unsetenv")
 

@@ -16,6 +16,7 @@ from tests.contract.sources import PACKAGE, ROOT, package_sources
 
 PUBLIC_NAMES = {
     "__version__",
+    *("attach_fsdp", "attach_fsdp_disk"),
     *("attach_megatron_disk", "attach_transformers_disk", "DiskReader", "DiskWriter"),
     *("attach_megatron", "attach_transformers", "Sender", "Receiver", "Rendezvous", "host_store"),
     *("RunLog", "read_run"),
@@ -58,7 +59,7 @@ STRATEGY_SETTINGS = {"type": "separation", "target": None}
 
 # Packages that a user may lack, and the modules that exist for them alone.
 OPTIONAL_PACKAGES = (
-    *("apex", "matplotlib", "numba", "sglang", "transformer_engine", "vllm"),
+    *("apex", "matplotlib", "numba", "ray", "sglang", "transformer_engine", "verl", "vllm"),
     *("fastapi", "httpx", "prometheus_client", "uvicorn"),
 )
 NEED_AN_OPTIONAL_PACKAGE = (
@@ -67,6 +68,7 @@ NEED_AN_OPTIONAL_PACKAGE = (
     "awex_delta.engines.vllm.backend",
     "awex_delta.engines.vllm.proof",
     "awex_delta.gateway",
+    *(f"awex_delta.integrations.verl.{name}" for name in ("backend", "engines", "rollout")),
     "awex_delta.observe.report.figures",
     "awex_delta.observe.report.page",
     "awex_delta.observe.report.svg",
@@ -176,6 +178,9 @@ class Absent:
             raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
 
 sys.meta_path.insert(0, Absent())
+# A trainer under FSDP2 needs Megatron for `import awex` alone.
+importlib.import_module({PACKAGE + ".trainers.fsdp"!r})
+assert not [name for name in sys.modules if name.partition(".")[0] in ("awex", "megatron")]
 package = importlib.import_module({PACKAGE!r})
 for module in pkgutil.walk_packages(package.__path__, {PACKAGE + "."!r}):
     if module.name not in {NEED_AN_OPTIONAL_PACKAGE!r}:

@@ -41,7 +41,7 @@ class Block:
 
 def pages() -> list[Path]:
     """The README, the pages in English and Chinese, and the examples' own."""
-    found = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*/*.md")]
+    found = [*ROOT.glob("README*.md"), ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*/*.md")]
     return [*found, *ROOT.glob("examples/**/README*.md")]
 
 

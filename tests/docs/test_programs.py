@@ -48,10 +48,13 @@ ENGINE, TRAINER = 0, 1
 
 RUN_HERE = {
     "README.md",
-    *(f"docs/en/{name}.md" for name in ("configuration", "disk", "gateway", "integration", "report")),
-    *(f"docs/en/{name}.md" for name in ("sglang", "targets", "trainers", "verl")),
+    *(f"docs/en/{name}.md" for name in ("configuration", "disk", "gateway", "integration", "operations")),
+    *(f"docs/en/{name}.md" for name in ("report", "sglang", "targets", "trainers", "verl")),
 }
-RUN_ELSEWHERE = {"docs/en/vllm.md": "tests/procs/test_vllm.py"}
+RUN_ELSEWHERE = {
+    "docs/en/fsdp.md": "tests/procs/test_fsdp_streams.py",
+    "docs/en/vllm.md": "tests/procs/test_vllm.py",
+}
 
 
 def test_every_page_with_programs_is_run() -> None:
@@ -76,7 +79,8 @@ def test_the_readme() -> None:
 
 
 def _readme_rank(me: Rank, resolved: Any, host: str, port: int) -> Any:
-    _, trainer, engine, failure = python_blocks("README.md")
+    _, trainer, engine = python_blocks("README.md")
+    (failure,) = python_blocks("docs/en/operations.md")
     names: dict[str, Any] = {"resolved": resolved, "host": host, "port": port, "num_steps": NUM_STEPS}
     counts = {"num_engine_ranks=4, num_trainer_ranks=4": "num_engine_ranks=1, num_trainer_ranks=1"}
     if me.rank == TRAINER:

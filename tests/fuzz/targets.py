@@ -49,6 +49,7 @@ from awex_delta.plan.announce import announced, dump_spec, layout_digest, load_l
 from awex_delta.plan.pairs import engine_line
 from awex_delta.plan.rank import plan_rank
 from awex_delta.plan.world import World, make_world
+from awex_delta.presets.files import PRESETS
 from awex_delta.protocol.agreement import Proposal
 from awex_delta.protocol.connecting import _compared, _raise_first, _Word, _words
 from awex_delta.protocol.rendezvous import Rendezvous
@@ -418,7 +419,6 @@ def run_logs() -> Target:
 def presets() -> Target:
     """A preset, up to the plan of a run; an environment that a launcher left."""
     room = Path(tempfile.mkdtemp())
-    examples = sorted((Path(__file__).parents[2] / "examples/gsm8k_grpo").glob("*.yaml"))
     train = TrainEngineConfig.load({"backend": "megatron:d2", "enable_delta_weight_update": True})
     environment = worker_environment(resolve(train, RolloutConfig.load({"backend": "vllm:d2"})))
 
@@ -432,7 +432,7 @@ def presets() -> Target:
         file.write_bytes(text)
         plan_preset(file)
 
-    seeds = [b"\0" + _plain_yaml(one) for one in examples]
+    seeds = [b"\0" + _plain_yaml(one) for one in sorted(PRESETS.glob("*.yaml"))]
     seeds.append(b"\1" + "\n".join(f"{name}={value}" for name, value in environment.items()).encode())
     return Target(seeds=seeds, run=run)
 

@@ -10,8 +10,13 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    parallelize_module,
+)
 from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from awex_delta.settings.agreed import DeltaSettings
@@ -30,6 +35,7 @@ class FsdpSpec:
     vocab_size: rows of the embedding; 101 over several ranks is uneven.
     experts: more than 0 makes it a mixture of experts.
     kind: Adam's state can be inverted, momentum's cannot; `bf16` steps bf16 parameters without masters.
+    columns: matrices are cut along their second dimension.
     frozen: parameters whose name begins so are not trained; none when empty.
     """
 
@@ -44,6 +50,7 @@ class FsdpSpec:
     frozen: str = ""
     reshard: bool | None = None
     tensor: bool = False
+    columns: bool = False
     param_dtype: torch.dtype | None = torch.bfloat16
     kind: Literal["adamw", "fused", "momentum", "bf16"] = "adamw"
     lr: float = 3e-6
@@ -68,17 +75,17 @@ def hf_config(spec: FsdpSpec) -> PretrainedConfig:
     }
     if not spec.experts:
         return Qwen3Config(**common, architectures=["Qwen3ForCausalLM"])
-    moe = {"num_experts": spec.experts, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    moe: dict[str, Any] = {"num_experts": spec.experts, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     return Qwen3MoeConfig(**common, **moe, architectures=["Qwen3MoeForCausalLM"])
 
 
 class FsdpTraining:
     """One rank of the training."""
 
-    def __init__(self, spec: FsdpSpec, rank: int) -> None:
-        """Collective: over the default process group."""
+    def __init__(self, spec: FsdpSpec, rank: int, config: PretrainedConfig | None = None) -> None:
+        """`config` is of another model than that of the spec. Collective: over the default process group."""
         self.spec, self._rank, self.num_steps = spec, rank, 0
-        self.hf_config = hf_config(spec)
+        self.hf_config = config or hf_config(spec)
         torch.manual_seed(0)
         create: Any = AutoModelForCausalLM
         self.model: nn.Module = create.from_config(self.hf_config, dtype=torch.float32)
@@ -96,10 +103,12 @@ class FsdpTraining:
         """Collective: over the default process group."""
         data = self._rank // (self.spec.mesh[1] if self.spec.tensor else 1)  # tensor-parallel ranks share it
         generator = torch.Generator().manual_seed(1000 * self.num_steps + data)
-        tokens = torch.randint(self.spec.vocab_size, (2, 17), generator=generator)
+        vocab_size: int = self.hf_config.vocab_size
+        tokens = torch.randint(vocab_size, (2, 17), generator=generator)
         logits = self.model(input_ids=tokens[:, :-1]).logits
         logits = logits.full_tensor() if isinstance(logits, DTensor) else logits
-        torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten()).backward()
+        loss: Any = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+        loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.num_steps += 1
@@ -120,6 +129,8 @@ def shard(model: Any, spec: FsdpSpec) -> None:
     if spec.tensor:
         mesh = _split(model, mesh)
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "reshard_after_forward": spec.reshard}
+    if spec.columns:
+        options["shard_placement_fn"] = lambda param: Shard(1) if param.dim() == 2 else None
     layers: Sequence[nn.Module] = model.model.layers if spec.wrapped != "none" else ()
     for layer in layers:
         fully_shard(layer, **options)
@@ -136,7 +147,8 @@ def _mesh(spec: FsdpSpec) -> DeviceMesh:
 def _split(model: Any, mesh: DeviceMesh) -> DeviceMesh:
     columns = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
     rows = ("self_attn.o_proj", "mlp.down_proj")
-    plan = dict.fromkeys(columns, ColwiseParallel()) | dict.fromkeys(rows, RowwiseParallel())
+    plan: dict[str, ParallelStyle] = {name: ColwiseParallel() for name in columns}
+    plan |= {name: RowwiseParallel() for name in rows}
     for layer in model.model.layers:
         parallelize_module(layer, mesh["tensor"], plan)
     return mesh["fsdp"]
@@ -146,7 +158,7 @@ def _optimizer(spec: FsdpSpec, model: nn.Module) -> torch.optim.Optimizer:
     params = [param for param in model.parameters() if param.requires_grad]
     if spec.kind == "momentum":
         return torch.optim.SGD(params, lr=1e-3, momentum=0.9)
-    lr = 1e-4 if spec.kind == "bf16" else spec.lr
+    lr = 1e-5 if spec.kind == "bf16" else spec.lr
     return torch.optim.AdamW(params, lr=lr, weight_decay=0.01, fused=spec.kind == "fused")
 
 

@@ -13,10 +13,10 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.timeout(180)
-def test_train_and_serve_ends_with_equal_bits() -> None:
+def run(name: str) -> tuple[list[tuple[str, str]], list[int], str]:
+    """Number and kind of each version, its bytes, and all that was printed."""
     result = subprocess.run(
-        [sys.executable, "examples/train_and_serve.py"],
+        [sys.executable, f"examples/{name}"],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
@@ -26,13 +26,21 @@ def test_train_and_serve_ends_with_equal_bits() -> None:
     )
     assert result.returncode == 0, result.stdout + result.stderr
     found = re.findall(r"^version (\d+): (full|delta)\b.*; ([\d,]+) bytes", result.stdout, re.MULTILINE)
-    assert [(number, kind) for number, kind, _ in found] == [
-        ("1", "full"),
-        ("2", "delta"),
-        ("3", "delta"),
-        ("4", "delta"),
-    ]
     sizes = [int(size.replace(",", "")) for _, _, size in found]
+    return [(number, kind) for number, kind, _ in found], sizes, result.stdout
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("train_and_serve.py", "trainer and engine hold the same embedding bits"),
+        ("train_and_serve_fsdp.py", "trainer and engines hold the same bits of all weights"),
+    ],
+)
+def test_train_and_serve_ends_with_equal_bits(name: str, said: str) -> None:
+    versions, sizes, printed = run(name)
+    assert versions == [("1", "full"), ("2", "delta"), ("3", "delta"), ("4", "delta")]
     assert 0 < max(sizes[1:]) < sizes[0]
-    assert "the engine continues 'def main(' with" in result.stdout
-    assert "trainer and engine hold the same embedding bits" in result.stdout
+    assert "engine continues 'def main(' with" in printed
+    assert said in printed

@@ -29,7 +29,7 @@ SMALL = (
     ),
     *("warmup.steps=14", "warmup.lr=3e-3", "warmup.batch_size=32"),
     *("optimizer.lr=1e-3", "grpo.prompts=32", "grpo.num_updates=24", "data.limit=32"),
-    *("actor.weight_update_anchor_interval=8", "actor.weight_update_timeout_seconds=200.0"),
+    *("train.weight_update_anchor_interval=8", "train.weight_update_timeout_seconds=200.0"),
 )
 
 
@@ -82,7 +82,7 @@ def rewards(lines: Sequence[UpdateLine]) -> list[float]:
 @pytest.mark.timeout(600)
 @pytest.mark.all
 def test_it_learns_and_is_the_same_training_with_full_syncs(tmp_path: Path) -> None:
-    off = "actor.enable_delta_weight_update=false"
+    off = "train.enable_delta_weight_update=false"
     runs = [
         Training(tmp_path, "delta", "tiny_cpu", SMALL),
         Training(tmp_path, "full", "tiny_cpu", [*SMALL, off]),
@@ -108,7 +108,7 @@ def test_four_minibatches_a_round_travel_in_one_delta(tmp_path: Path) -> None:
     few = [*SMALL, "grpo.num_updates=3", "optimizer.lr=5e-5"]
     runs = [
         Training(tmp_path, "delta", "tiny_accumulate", few),
-        Training(tmp_path, "full", "tiny_accumulate", [*few, "actor.enable_delta_weight_update=false"]),
+        Training(tmp_path, "full", "tiny_accumulate", [*few, "train.enable_delta_weight_update=false"]),
     ]
     delta, full = lines_of(runs)
     assert [line.kind for line in delta] == ["full", "delta", "delta", "delta"]

@@ -30,9 +30,9 @@ EXPERTS = (
     "model.moe_intermediate_size=48",
 )
 LAYOUTS = {
-    "tensor": ("actor.backend=megatron:t2",),
-    "pipeline": ("actor.backend=megatron:p2",),
-    "experts": (*EXPERTS, "actor.backend=megatron:(attn:d2|ffn:e2)"),
+    "tensor": ("train.backend=megatron:t2",),
+    "pipeline": ("train.backend=megatron:p2",),
+    "experts": (*EXPERTS, "train.backend=megatron:(attn:d2|ffn:e2)"),
 }
 
 

@@ -115,17 +115,38 @@ STOPS = [
 
 
 def stop_at(pairing: Pairing, seat: int, phase: str, action: Callable[[], None]) -> None:
-    """Do `action` as `seat` is about to communicate in `phase`, once."""
+    """Do `action` as `seat` is about to communicate in `phase`, once.
+
+    Not before all others began the update: who begins it after `seat` has left waits for it to come back.
+    """
     comm: Any = pairing.ends[seat].comm
     mark = comm._mark
+    begun = []
+    for other in pairing.ends:
+        if other.comm is not comm:
+            begun.append(threading.Event())
+            _tell_when_marked(other.comm, begun[-1])
 
     def act(name: str) -> None:
         if name.startswith(phase):
             comm._mark = mark
+            assert all(event.wait(SETTINGS.timeout_seconds) for event in begun)
             action()
         mark(name)
 
     comm._mark = act
+
+
+def _tell_when_marked(comm: Any, event: threading.Event) -> None:
+    """Set `event` as this rank communicates next, which is after it began."""
+    mark = comm._mark
+
+    def tell(name: str) -> None:
+        comm._mark = mark
+        event.set()
+        mark(name)
+
+    comm._mark = tell
 
 
 @pytest.mark.parametrize(("phase", "seat"), STOPS)

@@ -26,11 +26,13 @@ sizes = st.integers(min_value=1, max_value=64)
         ("megatron:d3", Parallelism(data=3), 3),
         ("megatron:c2p3t4d5", Parallelism(data=5, pipeline=3, tensor=4, context=2), 120),
         ("megatron:d128", Parallelism(data=128), 128),
+        ("fsdp:d4p1t1", Parallelism(data=4), 4),
+        ("fsdp:d4t2c2", Parallelism(data=4, tensor=2, context=2), 16),
     ],
 )
 def test_trainer_allocations(text: str, layout: Parallelism, world_size: int) -> None:
     allocation = parse_allocation(text, backends=TRAINER_BACKENDS)
-    assert allocation == Allocation(backend="megatron", layout=layout)
+    assert allocation == Allocation(backend=text.partition(":")[0], layout=layout)
     assert allocation.world_size == world_size
 
 
@@ -45,6 +47,13 @@ def test_trainer_allocations(text: str, layout: Parallelism, world_size: int) ->
 def test_engine_allocations(text: str, layout: Parallelism, world_size: int) -> None:
     allocation = parse_allocation(text, backends=ENGINE_BACKENDS)
     assert (allocation.layout, allocation.world_size) == (layout, world_size)
+
+
+@pytest.mark.parametrize("backend", ["fsdp", "torch"])
+def test_trainers_whose_ranks_are_data_parallel_alone(backend: str) -> None:
+    allocation = parse_allocation(f"{backend}:d3", backends=TRAINER_BACKENDS)
+    assert allocation == Allocation(backend=backend, layout=Parallelism(data=3))
+    assert parse_allocation(str(allocation), backends=TRAINER_BACKENDS) == allocation
 
 
 def test_halves_of_a_hybrid_cover_the_same_ranks() -> None:
@@ -65,7 +74,14 @@ def test_context_parallel_ranks_count_on_the_attention_half() -> None:
         ("", ["backend ''", "megatron"]),
         ("megatron", ["'megatron'", "no dimensions"]),
         ("megatron:", ["'megatron:'", "no dimensions"]),
-        ("fsdp:d8", ["backend 'fsdp'", "'fsdp:d8'", "megatron"]),
+        ("ddp:d8", ["backend 'ddp'", "'ddp:d8'", "megatron, fsdp, torch"]),
+        ("fsdp:d4p2", ["'fsdp:d4p2' has p2", "FSDP2 has no stages", "'fsdp:d4'"]),
+        ("fsdp:d4e2", ["'e2' at character 8 ", "d (data), t (tensor), c (context)", "does all parameters"]),
+        ("fsdp:(attn:d2|ffn:e2)", ["'(' at character 6 "]),
+        ("torch:t2", ["'torch:t2' splits a plain torch trainer", "'torch:d2'"]),
+        ("torch:(attn:d2|ffn:d2)", ["'(' at character 7 "]),
+        ("torch:c2", ["'c2' at character 7 ", "d (data)"]),
+        ("torch", ["'torch'", "no dimensions", "'torch:d2'"]),
         ("sglang:d8", ["backend 'sglang'", "megatron"]),
         ("Megatron:d8", ["backend 'Megatron'"]),
         ("megatron:d2x1t4", ["'x1' at character 12 ", "d (data), p (pipeline), t (tensor), c (context)"]),

@@ -18,13 +18,19 @@ from awex_delta.errors import ConnectError
 from awex_delta.plan import columns
 from awex_delta.plan.announce import Announced, announced, dump_failure, dump_spec, load_layout
 from awex_delta.plan.columns import pack, pack_shapes, unpack, unpack_shapes
-from awex_delta.plan.describe import EngineColumns, Spec, TrainerColumns
+from awex_delta.plan.describe import EngineColumns, Spec, TrainerColumns, TrainerSpec
 from tests.unit.worlds import NORM, Model, engines, trainers
 
 MODEL = Model(layers=1)
-TRAINER: Spec = trainers(MODEL, dp=2, ep=2, whole=[NORM], uneven=True)[1].spec
+TRAINER = trainers(MODEL, dp=2, ep=2, whole=[NORM], uneven=True)[1].spec
+assert isinstance(TRAINER, TrainerSpec)
 ENGINE: Spec = engines(MODEL, tp=2)[1].spec
-BOTH = pytest.mark.parametrize("spec", [TRAINER, ENGINE], ids=["trainer", "engine"])
+PLACED = replace(
+    TRAINER,
+    offsets=tuple((1,) * len(shape) for shape in TRAINER.layout.shapes),
+    wholes=tuple(tuple(size + 2 for size in shape) for shape in TRAINER.layout.shapes),
+)
+BOTH = pytest.mark.parametrize("spec", [TRAINER, PLACED, ENGINE], ids=["trainer", "placed", "engine"])
 
 
 def told(header: bytes) -> Announced:
@@ -302,3 +308,15 @@ def test_damaged_contents_are_refused_or_harmless(data: st.DataObject) -> None:
     except ConnectError:
         return
     assert kind.load(found.dump()).dump() == found.dump()
+
+
+@pytest.mark.parametrize("field", ["offsets", "wholes"])
+def test_parts_that_do_not_lie_inside_their_tensors_are_refused(field: str) -> None:
+    shapes = getattr(PLACED, field)
+    size = 100 if field == "offsets" else 0
+    wrong = [(), shapes[1:], [(*shapes[0], 1), *shapes[1:]], [(size,) * len(shapes[0]), *shapes[1:]]]
+    for other in wrong:
+        with pytest.raises(
+            ConnectError, match="trainer rank 1: its parts of HF tensors do not lie inside them"
+        ):
+            completed(replace(PLACED, **{field: tuple(other)}))  # type: ignore[arg-type]

@@ -141,12 +141,20 @@ def test_models_are_frozen() -> None:
 
 CROSS_REFUSALS: list[tuple[Mapping[str, object], Mapping[str, object], list[str]]] = [
     (
-        {"backend": "fsdp:d4"},
+        {"backend": "ddp:d4"},
         {},
         [
-            "train.backend = 'fsdp:d4'",
-            "not one of megatron",
+            "train.backend = 'ddp:d4'",
+            "not one of megatron, fsdp, torch",
             "Remedy: write an allocation such as megatron:d2p1t4",
+        ],
+    ),
+    (
+        {"backend": "fsdp:d4", "weight_update_release_grad_buffers": True},
+        {"backend": "vllm:t4"},
+        [
+            "train.weight_update_release_grad_buffers = True: FSDP2 keeps no gradient buffers",
+            "Remedy: set weight_update_release_grad_buffers: false",
         ],
     ),
     (

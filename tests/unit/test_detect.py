@@ -347,9 +347,29 @@ def test_the_worst_reason_wins() -> None:
 def test_a_view_that_does_not_fit_is_an_error() -> None:
     owned = Training().slice()
     with pytest.raises(UnsupportedError, match="0/p: detection needs 4096 bf16 weights"):
-        detect_changes([replace(owned, weight=owned.weight.float())], lambda _: STEP)
+        detect_changes([replace(owned, weight=owned.weight.half())], lambda _: STEP)
     with pytest.raises(UnsupportedError, match="master of 4096 weights is 4095"):
         detect_changes([replace(owned, main=torch.zeros(4095))], lambda _: STEP)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_parameters_that_are_rounded_when_they_are_read_give_the_same_changes(count: int) -> None:
+    training = Training()
+    owned = training.slice()
+    main, numel = owned.main, owned.stop - owned.start
+    assert main is not None
+    assert owned.weight.equal(main.to(torch.bfloat16))
+    slices = [replace(owned, param=str(place), begin=place * numel) for place in range(count)]
+    found, rounded = (
+        detect_changes(some, lambda _: training.used)
+        for some in (slices, [replace(one, weight=main) for one in slices])
+    )
+    assert found.num_changed > 0
+    assert rounded.changes.pos.equal(found.changes.pos)
+    for name in ("code", "value"):
+        one, other = getattr(found.changes, name), getattr(rounded.changes, name)
+        assert one.dtype is other.dtype
+        assert one.view(torch.uint8).equal(other.view(torch.uint8))
 
 
 def test_slices_are_only_read() -> None:

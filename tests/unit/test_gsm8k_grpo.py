@@ -169,16 +169,16 @@ def test_every_prompt_gets_its_own_completions_from_one_replica(count: int) -> N
 @pytest.mark.parametrize("preset", ["tiny_cpu", "tiny_vllm", "tiny_accumulate", "qwen3_30b_a3b"])
 def test_presets_load_and_resolve(preset: str) -> None:
     settings = load_settings(preset)
-    assert resolve(settings.actor, settings.rollout).settings.enabled
+    assert resolve(settings.train, settings.rollout).settings.enabled
     assert settings.optimizer.weight_decay == 0.003
 
 
 def test_the_large_preset_is_the_run_that_was_asked_for() -> None:
     settings = load_settings("qwen3_30b_a3b")
-    assert settings.actor.backend == "megatron:(attn:d2p1t4|ffn:d1p1e8)"
+    assert settings.train.backend == "megatron:(attn:d2p1t4|ffn:d1p1e8)"
     assert settings.rollout.backend == "sglang:d2t4p1"
     assert (settings.optimizer.lr, settings.data.source) == (3e-6, "openai/gsm8k")
-    assert (settings.actor.weight_update_anchor_interval, settings.actor.ppo_n_minibatches) == (20, 1)
+    assert (settings.train.weight_update_anchor_interval, settings.train.ppo_n_minibatches) == (20, 1)
 
 
 @pytest.mark.parametrize(
@@ -188,8 +188,8 @@ def test_the_large_preset_is_the_run_that_was_asked_for() -> None:
         (["optimizer.weight_decai=0.1"], "did you mean weight_decay?"),
         (["grpo.group_size=1"], "group_size = 1"),
         (
-            ["grpo.prompts=3", "grpo.group_size=3", "actor.ppo_n_minibatches=2"],
-            "divide into actor.ppo_n_minibatches",
+            ["grpo.prompts=3", "grpo.group_size=3", "train.ppo_n_minibatches=2"],
+            "divide into train.ppo_n_minibatches",
         ),
         (["nothing.lr=1"], "section.setting=value"),
         (["grpo"], "section.setting=value"),
@@ -201,17 +201,17 @@ def test_what_is_wrong_is_named_with_a_remedy(overrides: list[str], says: str) -
 
 
 def test_more_minibatches_without_the_option_are_refused_and_it_is_named() -> None:
-    settings = load_settings("tiny_cpu", ["actor.ppo_n_minibatches=4"])
+    settings = load_settings("tiny_cpu", ["train.ppo_n_minibatches=4"])
     with pytest.raises(ConfigError, match="weight_update_delta_accumulate: true"):
-        resolve(settings.actor, settings.rollout)
+        resolve(settings.train, settings.rollout)
 
 
 def test_a_missing_preset_and_an_unknown_section_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no file 'nowhere'.* presets qwen3_30b_a3b, .*tiny_cpu"):
         load_settings("nowhere")
     path = tmp_path / "x.yaml"
-    path.write_text("actors: {}\n")
-    with pytest.raises(ConfigError, match="unknown sections actors"):
+    path.write_text("trains: {}\n")
+    with pytest.raises(ConfigError, match="unknown sections trains"):
         load_settings(str(path))
 
 

@@ -17,14 +17,15 @@ from awex_delta.cli.main import app
 from awex_delta.cli.plan import as_data, plan_preset
 from awex_delta.errors import ConfigError
 from awex_delta.lines.changes import Changes
-from awex_delta.presets.files import ModelShape, read_preset
-from awex_delta.presets.forecast import SHARES, bytes_per_change, count_parameters, plan_run
+from awex_delta.presets.files import PRESETS, ModelShape, read_preset
+from awex_delta.presets.forecast import SHARES, count_parameters, plan_run
+from awex_delta.presets.seconds import seconds_by_link
 from awex_delta.settings.allocation import parse_allocation
 from awex_delta.settings.schema import RolloutConfig, TrainEngineConfig
+from awex_delta.wire.choice import expected_bytes
 from awex_delta.wire.registry import CODECS
 from awex_delta.wire.spans import Span
 
-PRESETS = Path(__file__).parents[2] / "examples" / "gsm8k_grpo"
 LARGE = PRESETS / "qwen3_30b_a3b.yaml"
 TINY = ModelShape(
     architecture="Qwen3ForCausalLM",
@@ -39,13 +40,12 @@ TINY = ModelShape(
 
 
 def shape_of(path: Path) -> ModelShape:
-    data = read_preset(path)["model"]
-    return ModelShape.load({name: data[name] for name in ModelShape.model_fields if name in data})
+    return ModelShape.load(read_preset(path)["model"])
 
 
 def parameters_by_name(shape: ModelShape) -> dict[str, int]:
     """Of transformers' own model, without memory for it."""
-    values = shape.model_dump(exclude={"architecture", "rope_theta"})
+    values = shape.model_dump(exclude={"architecture", "rope_theta", "path", "initializer_range"})
     config: Any = Qwen3MoeConfig(**values) if shape.num_experts else Qwen3Config(**values)
     create: Any = AutoModelForCausalLM.from_config
     with torch.device("meta"):
@@ -132,12 +132,45 @@ def test_expected_bytes_are_those_of_real_frames(encoding: str, share: float) ->
     value = torch.randn(index.numel(), generator=generator).to(torch.bfloat16)
     changes = Changes(pos=index, value=value, code=code)
     body = CODECS[encoding].encode(changes, Span(0, numel), torch.bfloat16)
-    assert body.numel() / index.numel() == pytest.approx(bytes_per_change(encoding, share), rel=0.06)
+    assert body.numel() / index.numel() == pytest.approx(expected_bytes(encoding, share), rel=0.06)
+
+
+def test_seconds_are_bytes_work_and_detection_of_the_fullest_rank() -> None:
+    plan = plan_preset(LARGE, shares=(0.01,))
+    (row,) = seconds_by_link(plan, ["25gbit"], memory_bytes_per_second=1e12)
+    # By hand: a trainer rank sends what it owns to 2 replicas, as much as an engine rank gets.
+    counts = count_parameters(shape_of(LARGE))
+    dense = (counts.total - counts.experts - counts.copied) // 4 + counts.copied
+    elements = 2 * (counts.experts // 8 + dense // 2)
+    assert row.full == pytest.approx(2 * elements * 8 / 25e9)
+    detection = elements / 2 * 15 / 0.38e12
+    assert row.deltas["indices"] == pytest.approx(detection + 0.01 * elements * (11e-9 + 6 * 8 / 25e9))
+    assert row.best == "indices"
+    assert row.break_even == pytest.approx((row.full - detection) / (elements * (11e-9 + 6 * 8 / 25e9)))
+    fast, slow = seconds_by_link(plan, ["800gbit", "100Mbit"], memory_bytes_per_second=1e11)
+    assert fast.break_even == 0.0  # detection alone takes longer than a full sync
+    assert slow.deltas[slow.best] < slow.full / 20
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--link", "7parsec"], "--link 7parsec: no speed. Remedy: write it in mbit, gbit or tbit"),
+        (["--link", "0gbit"], "--link 0gbit: no speed"),
+        (["--changed", "0"], "changed = 0: no share of elements. Remedy: write one between 0 and 1"),
+        (["--changed", "nan"], "changed = nan"),
+        (["--memory", "-3"], "--memory -3: no bandwidth. Remedy: write GB/s"),
+    ],
+)
+def test_assumptions_that_are_none_are_refused(options: list[str], says: str) -> None:
+    result = CliRunner().invoke(app, ["plan", "qwen3_30b_a3b", *options])
+    assert result.exit_code == 2
+    assert says in " ".join(result.output.split())
 
 
 def test_a_model_that_does_not_divide_is_refused_with_the_letter() -> None:
     train = TrainEngineConfig(backend="megatron:t4", enable_delta_weight_update=True)
-    with pytest.raises(ConfigError, match=r"num_key_value_heads = 2 does not divide by t4 of actor.backend"):
+    with pytest.raises(ConfigError, match=r"num_key_value_heads = 2 does not divide by t4 of train.backend"):
         plan_run(train, RolloutConfig(backend="vllm:d4"), TINY)
 
 
@@ -148,16 +181,16 @@ def test_a_model_that_does_not_divide_is_refused_with_the_letter() -> None:
         (
             "megatron:d999999p999999t999999",
             "vllm:d1",
-            r"actor\.backend = 'megatron:d999999p999999t999999': 999997",
+            r"train\.backend = 'megatron:d999999p999999t999999': 999997",
         ),
         (
             "megatron:d100000p1t2",
             "vllm:d1",
-            r"actor\.backend = 'megatron:d100000p1t2': 200000 ranks, more than",
+            r"train\.backend = 'megatron:d100000p1t2': 200000 ranks, more than",
         ),
         ("megatron:d65536p1t2", "vllm:d1", r"131072 ranks, more than the 65536 .* Remedy: make its numbers"),
         ("megatron:d1", "vllm:d999999t999999", r"rollout\.backend = 'vllm:d999999t999999': 99999800000"),
-        ("megatron:(attn:d99999t4|ffn:d99999t4)", "vllm:d1", r"actor\.backend = .*: 399996 ranks, more than"),
+        ("megatron:(attn:d99999t4|ffn:d99999t4)", "vllm:d1", r"train\.backend = .*: 399996 ranks, more than"),
     ],
 )
 def test_a_plan_of_more_ranks_than_any_cluster_has_is_refused_at_once(
@@ -169,7 +202,7 @@ def test_a_plan_of_more_ranks_than_any_cluster_has_is_refused_at_once(
 
 
 def test_the_largest_plan_names_every_owner_and_shows_people_the_first() -> None:
-    sizes = ["actor.backend=megatron:d16384p1t4", "actor.world_size_policy=any"]
+    sizes = ["train.backend=megatron:d16384p1t4", "train.world_size_policy=any"]
     plan = plan_preset(LARGE, sizes)
     assert sum(len(group) for group in plan.owners[0].groups) == plan.num_trainer_ranks == 65536
     result = CliRunner().invoke(app, ["plan", str(LARGE), *sizes])
@@ -183,7 +216,7 @@ def test_the_largest_plan_names_every_owner_and_shows_people_the_first() -> None
 def test_what_is_kept_between_updates() -> None:
     plan = plan_preset(PRESETS / "tiny_accumulate.yaml")
     assert plan.kept_bytes == plan.owned_elements == plan.parameters.total
-    snapshot = plan_preset(PRESETS / "tiny_cpu.yaml", ["actor.weight_update_delta_method=snapshot"])
+    snapshot = plan_preset(PRESETS / "tiny_cpu.yaml", ["train.weight_update_delta_method=snapshot"])
     assert snapshot.kept_bytes == 2 * plan.owned_elements
     assert plan_preset(LARGE).kept_bytes == 0
 
@@ -194,10 +227,11 @@ def test_the_command_prints_the_same_numbers_as_json() -> None:
     data = json.loads(result.output)
     assert data["parameters"]["total"] == 30_532_122_624
     assert data["full_bytes"] == plan_preset(LARGE).full_bytes
+    assert {row["link"] for row in data["seconds"]} == {"1gbit", "10gbit", "25gbit", "100gbit", "400gbit"}
 
 
 def test_the_command_prints_a_table_for_people() -> None:
-    result = CliRunner().invoke(app, ["plan", str(LARGE), "actor.weight_update_anchor_interval=7"])
+    result = CliRunner().invoke(app, ["plan", str(LARGE), "train.weight_update_anchor_interval=7"])
     assert result.exit_code == 0, result.output
     for text in ("8 + 8 = 16 ranks", "30,532,122,624", "0+4", "export DTE_DELTA_ANCHOR_INTERVAL=7"):
         assert text in result.output
@@ -207,11 +241,21 @@ def test_the_command_prints_a_table_for_people() -> None:
     ("arguments", "says"),
     [
         (["nowhere"], "one of the presets qwen3_30b_a3b, tiny_accumulate, tiny_cpu, tiny_vllm"),
-        (["tiny_cpu", "model.num_hidden_layer=3"], "did you mean model.num_hidden_layers?"),
+        (["tiny_cpu", "model.num_hidden_layer=3"], "did you mean num_hidden_layers?"),
         (["tiny_cpu", "rollout.backend=transformers:d2"], "not a power of two"),
-        (["tiny_cpu", "actor.enable_delta_weight_update=false"], "there is no delta to plan"),
+        (["tiny_cpu", "train.enable_delta_weight_update=false"], "there is no delta to plan"),
         (["tiny_cpu", "nonsense=1"], "section.setting=value"),
-        (["tiny_cpu", "actor.enable_delta=true"], "did you mean enable_delta_weight_update?"),
+        (["tiny_cpu", "model.hf_path=x"], "section model: ModelShape is refused"),
+        (
+            ["tiny_cpu", "model.hf_path=x"],
+            "hf_path = 'x': Extra inputs are not permitted. Remedy: did you mean path",
+        ),
+        (
+            ["tiny_cpu", "grpo.num_updates=3"],
+            "override 'grpo.num_updates=3': a plan reads the sections train",
+        ),
+        (["tiny_cpu", "train.nonsense=1"], "section train: TrainEngineConfig is refused"),
+        (["tiny_cpu", "train.enable_delta=true"], "did you mean enable_delta_weight_update?"),
         (["tiny_cpu", "model.hidden_size=many"], "hidden_size = 'many'"),
         (["tiny_cpu", "model.num_experts=4"], "num_experts = 4"),
     ],
@@ -222,9 +266,9 @@ def test_what_cannot_work_is_refused_with_exit_code_2(arguments: list[str], says
     assert says in result.output
 
 
-def test_what_a_plan_does_not_read_is_said() -> None:
-    result = CliRunner().invoke(app, ["plan", "tiny_cpu", "grpo.num_update=3", "model.path=x", "--json"])
-    assert (result.exit_code, result.stderr.split()[-1]) == (0, "grpo.num_update=3")
+def test_where_the_weights_are_is_a_setting_of_the_model_and_changes_no_size() -> None:
+    result = CliRunner().invoke(app, ["plan", "tiny_cpu", "model.path=x", "--json"])
+    assert result.exit_code == 0, result.output
     assert (
         json.loads(result.stdout)["parameters"]
         == as_data(plan_preset(PRESETS / "tiny_cpu.yaml"))["parameters"]
@@ -247,7 +291,7 @@ def test_every_field_of_the_large_preset_is_commented_and_every_preset_plans(pat
     for line in path.read_text().splitlines():
         is_field = ":" in line and not line.startswith("#") and not line.strip().endswith(":")
         assert not is_field or "#" in line, line
-    assert yaml.safe_load(path.read_text())["actor"]["ppo_n_minibatches"] == 1
+    assert yaml.safe_load(path.read_text())["train"]["ppo_n_minibatches"] == 1
 
 
 HOSTILE_VALUES = [
@@ -266,7 +310,7 @@ HOSTILE_VALUES = [
 
 @pytest.mark.parametrize("value", HOSTILE_VALUES, ids=lambda value: value[:20])
 def test_hostile_overrides_are_refused_with_exit_code_2(value: str) -> None:
-    result = CliRunner().invoke(app, ["plan", str(PRESETS / "tiny_cpu.yaml"), f"actor.backend={value}"])
+    result = CliRunner().invoke(app, ["plan", str(PRESETS / "tiny_cpu.yaml"), f"train.backend={value}"])
     assert (result.exit_code, result.exception.__class__) == (2, SystemExit)
     assert "backend" in result.output
 
@@ -274,7 +318,7 @@ def test_hostile_overrides_are_refused_with_exit_code_2(value: str) -> None:
 def laughs() -> bytes:
     """Lists of lists, of which the last one has 9 ** 12 elements."""
     lines = [f"  k{n}: &k{n} [{', '.join([f'*k{n - 1}' if n else '1'] * 9)}]\n" for n in range(12)]
-    return f"actor:\n{''.join(lines)}rollout: {{}}\nmodel: {{}}\n".encode()
+    return f"train:\n{''.join(lines)}rollout: {{}}\nmodel: {{}}\n".encode()
 
 
 @pytest.mark.timeout(30)
@@ -283,11 +327,11 @@ def laughs() -> bytes:
     [
         b"\xff\xfe\x00",
         b"[" * 5000,
-        b"1: {a: 2}\nactor: {}\nrollout: {}\nmodel: {}\n",
+        b"1: {a: 2}\ntrain: {}\nrollout: {}\nmodel: {}\n",
         b"? \n: {}\n",
-        b"actor: &a {b: *a}\nrollout: {}\nmodel: {}\n",
+        b"train: &a {b: *a}\nrollout: {}\nmodel: {}\n",
         b"!!python/object/new:os.system [id]",
-        b"actor: {backend: 2021-13-45}\nrollout: {}\nmodel: {}\n",
+        b"train: {backend: 2021-13-45}\nrollout: {}\nmodel: {}\n",
         laughs(),
     ],
     ids=lambda text: str(text[:20]),
