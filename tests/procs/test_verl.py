@@ -17,7 +17,7 @@ import torch
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(600),
     pytest.mark.skipif(find_spec("verl") is None, reason="verl is not installed: make verl"),
 ]
 Records = dict[str, list[dict[str, Any]]]
@@ -31,7 +31,7 @@ def run_module(module: str, *arguments: str) -> str:
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "RAY_AUTH_MODE": "disabled"},
         capture_output=True,
         text=True,
-        timeout=290,
+        timeout=590,
         check=False,
     )
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-6000:]
