@@ -19,7 +19,14 @@ VLLM := $(if $(PINNED),$(if $(filter Linux-x86_64,$(shell uname -s)-$(shell unam
 SGLANG := $(if $(PINNED),.venv/.installed-sglang)
 VERL := $(if $(VLLM),.venv/.installed-verl)
 
-.PHONY: demo example test test-all test-fast vllm sglang verl check format docs site bench exactness gpu clean
+# Releases of megatron-core whose tests run, the newest last. Each gets a folder of its own, which stands before .venv.
+MEGATRON := 0.16.1 0.18.0 0.19.2
+NEWEST := $(lastword $(MEGATRON))
+# $(call with-megatron,RELEASE): the environment of a command that is to find that release.
+with-megatron = PYTHONPATH="$(CURDIR)/.venv-megatron/$(1)"
+
+.PHONY: demo example test test-all test-fast megatron-matrix vllm sglang verl check format docs site bench exactness gpu clean
+.PHONY: $(MEGATRON:%=megatron-%)
 
 demo: .venv/.installed
 	$(BIN)/awex-delta demo
@@ -36,11 +43,22 @@ WORKERS ?= 2
 PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # What a change must pass every day. What takes longer is marked `all`, and listed in CONTRIBUTING.md.
-test: .venv/.installed-dev $(VLLM) $(SGLANG) $(VERL) $(CHROMIUM)
+test: .venv/.installed-dev .venv-megatron/$(NEWEST)/.installed $(VLLM) $(SGLANG) $(VERL) $(CHROMIUM)
 	$(BIN)/python -m pytest -m "not all" $(PARALLEL)
+	$(call with-megatron,$(NEWEST)) $(BIN)/python -m pytest tests/procs/test_megatron_methods.py tests/procs/test_megatron_state.py
 
 test-all: .venv/.installed-dev $(VLLM) $(SGLANG) $(VERL) $(CHROMIUM)
 	$(BIN)/python -m pytest $(PARALLEL)
+	$(MAKE) --no-print-directory megatron-matrix
+
+# The demo and the tests of trainers, under each release of megatron-core: some two minutes for one.
+megatron-matrix: $(MEGATRON:%=megatron-%)
+
+$(MEGATRON:%=megatron-%): megatron-%: .venv/.installed-dev .venv-megatron/%/.installed
+	@$(call with-megatron,$*) $(BIN)/python -c 'from importlib.metadata import version as v; assert v("megatron-core") == "$*"'
+	$(call with-megatron,$*) $(BIN)/awex-delta demo
+	$(call with-megatron,$*) $(BIN)/python -m pytest tests/procs/test_megatron_*.py tests/procs/test_disk_megatron.py \
+		tests/procs/test_awex_converters.py
 
 # A vLLM that runs on this CPU, for the tests: about 1 GB on disk.
 vllm: .venv/.installed-vllm
@@ -67,10 +85,7 @@ format: .venv/.installed-dev
 
 # Pages that are generated from the code. A contract test fails when one is out of date.
 docs: .venv/.installed-dev
-	$(BIN)/python scripts/configuration_page.py > docs/en/configuration.md
-	$(BIN)/python scripts/reasons_page.py > docs/en/reasons.md
-	$(BIN)/python scripts/cli_page.py > docs/en/cli.md
-	$(BIN)/python -W ignore -m scripts.pays_table
+	$(BIN)/python -W ignore -m scripts.generated
 
 # The pages as a site in build/site, English and Chinese, with every link checked.
 site: .venv/.installed-dev
@@ -104,25 +119,34 @@ gpu:
 	else echo "skipped: this machine has no CUDA device"; fi
 
 clean:
-	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-megatron build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .venv/bin/python:
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed; none was found. Try: make PYTHON=/path/to/python3" >&2; exit 1; }
 	$(PYTHON) -m venv .venv
 
+# From 0.18 on megatron-core imports Triton, which a torch for CPUs does not bring.
+NO_TRITON := $$($(BIN)/python -c 'import triton' 2>/dev/null || echo 'megatron-core<0.18')
+
 # pip runs again only after pyproject.toml changed.
 .venv/.installed: pyproject.toml | .venv/bin/python
 	@echo "Installing torch, megatron-core, awex and transformers into .venv: a minute or two."
 	$(PIP) "$(TORCH)"
-	$(PIP) --editable .
+	$(PIP) --editable . $(NO_TRITON)
 	@touch $@
 
 .venv/.installed-dev: pyproject.toml | .venv/bin/python
 	@echo "Installing the package and what its tests need into .venv: a minute or two."
 	$(PIP) "$(TORCH)"
-	$(PIP) --editable ".[dev]"
+	$(PIP) --editable ".[dev]" $(NO_TRITON)
 	@touch $@ .venv/.installed
+
+# Their wheels ask for Python 3.12, and hold what 3.11 runs, too. Muon steps with a package that is just as strict.
+.venv-megatron/%/.installed: | .venv/.installed-dev
+	$(PIP) --target $(@D) --upgrade --no-deps --ignore-requires-python megatron-core==$* \
+		$(if $(filter-out 0.16.%,$*),emerging-optimizers==0.3.0 absl-py==2.5.1)
+	@touch $@
 
 .venv/.installed-vllm: requirements-vllm.txt .venv/.installed-dev
 	@echo "Installing a vLLM that runs on a CPU into .venv: two minutes or three."

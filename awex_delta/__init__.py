@@ -19,15 +19,32 @@ if TYPE_CHECKING:
         attach_transformers,
         attach_transformers_disk,
     )
+    from awex_delta.engines.sglang.driver import SglangDriver
     from awex_delta.engines.view import EngineTensor, EngineView
+    from awex_delta.engines.vllm.driver import VllmDriver
     from awex_delta.errors import (
         AwexDeltaError,
+        ChainError,
         ConfigError,
         ConnectError,
+        CorruptFrameError,
+        DiskError,
+        DriftError,
+        FrameOrderError,
+        LayoutError,
         LockstepError,
+        MissingFrameError,
+        NumericsError,
+        OwnershipError,
         PeerError,
+        RepeatedFrameError,
+        StaleFrameError,
+        UnsupportedError,
         UpdateAborted,
         UpdateError,
+        VerificationError,
+        WeightsAwayError,
+        WireError,
     )
     from awex_delta.folder.reader import DiskReader
     from awex_delta.folder.writer import DiskWriter
@@ -36,7 +53,7 @@ if TYPE_CHECKING:
     from awex_delta.protocol.receiver import Receiver
     from awex_delta.protocol.rendezvous import Rendezvous, host_store
     from awex_delta.protocol.sender import Sender
-    from awex_delta.protocol.stats import UpdateStats
+    from awex_delta.protocol.stats import PartCount, UpdateStats
     from awex_delta.protocol.targets import Targets, TargetsUpdate
     from awex_delta.protocol.verdict import Kind, Reason, Verdict
     from awex_delta.settings.agreed import DeltaSettings
@@ -47,6 +64,7 @@ if TYPE_CHECKING:
     )
     from awex_delta.settings.resolve import RolloutConfig, TrainEngineConfig, resolve
     from awex_delta.trainers.ema import EmaShadow
+    from awex_delta.trainers.torch_adamw import TorchAdamWTrainer
     from awex_delta.trainers.view import TrainerView
 
 _HOMES = {
@@ -55,10 +73,15 @@ _HOMES = {
         *("attach_megatron", "attach_megatron_disk"),
         *("attach_transformers", "attach_transformers_disk"),
     ),
+    "engines.sglang.driver": ("SglangDriver",),
     "engines.view": ("EngineTensor", "EngineView"),
+    "engines.vllm.driver": ("VllmDriver",),
     "errors": (
-        *("AwexDeltaError", "ConfigError", "ConnectError"),
-        *("LockstepError", "PeerError", "UpdateAborted", "UpdateError"),
+        *("AwexDeltaError", "ChainError", "ConfigError", "ConnectError", "CorruptFrameError"),
+        *("DiskError", "DriftError", "FrameOrderError", "LayoutError", "LockstepError"),
+        *("MissingFrameError", "NumericsError", "OwnershipError", "PeerError", "RepeatedFrameError"),
+        *("StaleFrameError", "UnsupportedError", "UpdateAborted", "UpdateError", "VerificationError"),
+        *("WeightsAwayError", "WireError"),
     ),
     "folder.reader": ("DiskReader",),
     "folder.writer": ("DiskWriter",),
@@ -67,7 +90,7 @@ _HOMES = {
     "protocol.receiver": ("Receiver",),
     "protocol.rendezvous": ("Rendezvous", "host_store"),
     "protocol.sender": ("Sender",),
-    "protocol.stats": ("UpdateStats",),
+    "protocol.stats": ("PartCount", "UpdateStats"),
     "protocol.targets": ("Targets", "TargetsUpdate"),
     "protocol.verdict": ("Kind", "Reason", "Verdict"),
     "settings.agreed": ("DeltaSettings",),
@@ -76,37 +99,57 @@ _HOMES = {
     ),
     "settings.resolve": ("RolloutConfig", "TrainEngineConfig", "resolve"),
     "trainers.ema": ("EmaShadow",),
+    "trainers.torch_adamw": ("TorchAdamWTrainer",),
     "trainers.view": ("TrainerView",),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [
     "AwexDeltaError",
+    "ChainError",
     "ConfigError",
     "ConnectError",
+    "CorruptFrameError",
     "DeltaSettings",
+    "DiskError",
     "DiskReader",
     "DiskWriter",
+    "DriftError",
     "EmaShadow",
     "EngineTensor",
     "EngineView",
+    "FrameOrderError",
     "Kind",
+    "LayoutError",
     "LockstepError",
+    "MissingFrameError",
+    "NumericsError",
+    "OwnershipError",
+    "PartCount",
     "PeerError",
     "Reason",
     "Receiver",
     "Rendezvous",
+    "RepeatedFrameError",
     "RolloutConfig",
     "RunLog",
     "Sender",
+    "SglangDriver",
+    "StaleFrameError",
     "Targets",
     "TargetsUpdate",
+    "TorchAdamWTrainer",
     "TrainEngineConfig",
     "TrainerView",
+    "UnsupportedError",
     "UpdateAborted",
     "UpdateError",
     "UpdateStats",
     "Verdict",
+    "VerificationError",
+    "VllmDriver",
+    "WeightsAwayError",
+    "WireError",
     "__version__",
     "attach_fsdp",
     "attach_fsdp_disk",

@@ -14,6 +14,7 @@ from awex_delta.protocol.receiver import Receiver
 from awex_delta.protocol.rendezvous import Rendezvous
 from awex_delta.protocol.sender import Sender
 from awex_delta.settings.agreed import DeltaSettings
+from awex_delta.settings.arguments import require
 from awex_delta.trainers.view import TrainerView
 
 if TYPE_CHECKING:
@@ -121,6 +122,7 @@ def attach_transformers(
     from awex_delta.engines.transformers import TransformersEngine
 
     _require_transport(settings, "p2p")
+    _require_model(model)
     return Receiver(TransformersEngine(model), rendezvous, engine_rank, engine, settings, device=model.device)
 
 
@@ -220,6 +222,7 @@ def attach_transformers_disk(
     from awex_delta.engines.transformers import TransformersEngine
 
     _require_transport(settings, "disk")
+    _require_model(model)
     return DiskReader(TransformersEngine(model), settings, engine=engine, options=options)
 
 
@@ -236,10 +239,20 @@ def _disk_writer(
     return DiskWriter(view, rendezvous, rank, settings, extra_files=files, options=options)
 
 
+def _require_model(model: Any) -> None:
+    from transformers import PreTrainedModel
+
+    require(
+        PreTrainedModel, "a loaded model, such as AutoModelForCausalLM.from_pretrained returns", model=model
+    )
+
+
 def _require_transport(settings: DeltaSettings, transport: str) -> None:
+    require(DeltaSettings, "what resolve(...).settings is", settings=settings)
     if settings.transport != transport:
         raise ConfigError(
-            f"weight_update_transport={settings.transport!r}: this call is for {transport!r}; attach with "
+            f"weight_update_transport={settings.transport!r}: this call is for {transport!r}. "
+            "Remedy: attach with "
             + (
                 "attach_..._disk"
                 if settings.transport == "disk"

@@ -26,6 +26,18 @@
 That an update is a full sync is a value (`protocol.verdict.Verdict`), never an exception.
 """
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+_MOST_LISTED = 8
+
+
+def listed(names: Sequence[str]) -> str:
+    """The first names of a list for a message, and how many more there are."""
+    more = len(names) - _MOST_LISTED
+    return ", ".join(names[:_MOST_LISTED]) + (f" and {more} more" if more > 0 else "")
+
 
 class AwexDeltaError(Exception):
     """Base of everything that awex_delta raises on purpose."""

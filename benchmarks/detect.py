@@ -220,8 +220,8 @@ def captured(training: Training, *, repeats: int) -> Method:
     in_step, in_update = list[float](), list[float]()
     for repeat in range(repeats + 2):
         training.weight.copy_(training.before)
+        baseline.detect()  # it sees that weights were written by hand
         baseline.committed()
-        baseline.committed()  # the first one sees that weights were written by hand
         if repeat > repeats:
             peak = peak_extra_bytes(lambda: _step_and_detect(training, optimizer, after, baseline))
             kept = baseline.num_bytes

@@ -14,7 +14,7 @@ import itertools
 import json
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from queue import SimpleQueue
 from typing import Any
@@ -30,7 +30,7 @@ from awex_delta.protocol.stats import UpdateStats
 from awex_delta.protocol.verdict import Kind
 from awex_delta.settings.agreed import DeltaSettings
 from awex_delta.testing.ranks import ThreadRanks, results
-from benchmarks.environment import environment_record
+from benchmarks.environment import environment_record, unheard
 from benchmarks.experts import ExpertsEngine, ExpertsTrainer, Shape, identical
 
 TENSORS, ELEMENTS, CHANGED = 18_867, 2048, 0.01
@@ -178,6 +178,7 @@ def run(
     changed: float = CHANGED,
     encodings: Sequence[str] = ENCODINGS,
     repeats: int = 5,
+    stage: Callable[[str], None] = unheard,
 ) -> dict[str, Any]:
     """Measure, and return one JSON-able record.
 
@@ -187,6 +188,7 @@ def run(
         changed: share of the weights that a step changes, about.
         encodings: of the deltas.
         repeats: measured deltas, and as many full syncs.
+        stage: hears what is being measured.
 
     Returns:
         rows: one for each size, storages and encoding: what `measure` says. full_seconds is AWEX's own sync
@@ -200,6 +202,7 @@ def run(
     rows: list[dict[str, Any]] = []
     try:
         for size in (tensors // 4, tensors):
+            stage(f"updates of {size:,} tensors")
             shape = Shape.of(size, elements)
             trainer = ExpertsTrainer(shape, LR_FOR_ALL * changed, SETTINGS)
             rows += [

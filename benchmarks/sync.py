@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
@@ -39,7 +39,7 @@ from awex_delta.wire.choice import AUTO
 from awex_delta.wire.registry import CODECS
 from benchmarks import live
 from benchmarks.collectives import CountTraffic
-from benchmarks.environment import environment_record
+from benchmarks.environment import environment_record, unheard
 from benchmarks.link import LOOPBACK, SPEEDS, arguments, environment, hosts
 
 NUM_TRAINERS = NUM_ENGINES = 2
@@ -87,6 +87,7 @@ def run(
     method: str = "adamw",
     model: Mapping[str, Any] | None = None,
     timeout_seconds: float = 1500.0,
+    stage: Callable[[str], None] = unheard,
 ) -> dict[str, Any]:
     """Measure, and return one JSON-able record.
 
@@ -98,6 +99,7 @@ def run(
         method: how changes are found.
         model: fields of `TinySpec`; a Qwen3 of 113 million parameters by default.
         timeout_seconds: of the whole run.
+        stage: hears what is being measured.
 
     Returns:
         What the two kinds of update cost, and from `benchmarks.live` what a live vLLM adds.
@@ -107,7 +109,9 @@ def run(
         RuntimeError: a rank failed; carries its output.
     """
     model = dict(model or live.MODEL)
+    stage(f"deltas and full syncs over {link}")
     summary = _run_ranks(link, versions_of(repeats), lr, encoding, method, model, timeout_seconds)
+    stage("deltas into a live vLLM")
     followed = live.run(model=model, lr=lr, repeats=repeats, timeout_seconds=timeout_seconds)
     return {**summary, **{key: followed[key] for key in live.KEYS}, "live": followed}
 

@@ -36,7 +36,7 @@ from awex_delta.wire.codec import Codec, settle
 from awex_delta.wire.frame import FrameIdentity, pack_frame, unpack_frame
 from awex_delta.wire.registry import CODECS
 from awex_delta.wire.spans import Span
-from benchmarks.environment import environment_record
+from benchmarks.environment import environment_record, unheard
 
 IDENTITY = FrameIdentity(
     run_id="0" * 32, base_version=0, target_version=1, pair=0, sender=1, receiver=0, dtype=torch.bfloat16
@@ -251,13 +251,20 @@ def _seconds_per_change(row: dict[str, Any]) -> float:
     return float(1 / row["encode_changes_per_second"] + 1 / row["decode_changes_per_second"])
 
 
-def run(*, num_elements: int = 32_000_000, repeats: int = 7, with_demo: bool = True) -> dict[str, Any]:
+def run(
+    *,
+    num_elements: int = 32_000_000,
+    repeats: int = 7,
+    with_demo: bool = True,
+    stage: Callable[[str], None] = unheard,
+) -> dict[str, Any]:
     """Measure every encoding on this machine's CPUs.
 
     Args:
         num_elements: weights of the simulated scenarios.
         repeats: how often each thing is timed.
         with_demo: train the demo's model as well.
+        stage: hears what is being measured.
 
     Returns:
         rows: scenario, encoding, changed_share, bytes_per_change, entropy_bytes_per_change (ideal order-0
@@ -270,8 +277,10 @@ def run(*, num_elements: int = 32_000_000, repeats: int = 7, with_demo: bool = T
     threads, rows = torch.get_num_threads(), list[dict[str, Any]]()
     torch.set_num_threads(1)
     for lr in (1e-6, 3e-6):
+        stage(f"all encodings of simulated changes, lr {lr:g}")
         rows += measure(f"simulated, lr {lr:g}", simulated(replace(STEP, lr=lr), num_elements), repeats)
     if with_demo:
+        stage("all encodings of changes that the demo's training made")
         rows += measure(f"demo, lr {DEMO_LR:g}", demo(), repeats)
     # What else runs on the cores shows here: compare speeds of one record only.
     environment = {**environment_record(), "load_average": os.getloadavg()[0]}

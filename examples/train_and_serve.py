@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 from awex_delta import (
@@ -98,7 +99,8 @@ def main() -> None:
         RolloutConfig(backend="vllm:d1"),  # how many engine ranks there are; here transformers takes the seat
     )
     store = host_store()  # in the launcher, so that it outlives every rank
-    served, (updates, trained) = run_ranks(work, 2, resolved.settings, store.port)
+    with Console(stderr=True).status("training in one process, serving in another"):
+        served, (updates, trained) = run_ranks(work, 2, resolved.settings, store.port)
     text, embedding = served
     equal = torch.equal(embedding.view(torch.int16), trained.view(torch.int16))
     report(updates, text, equal=equal)

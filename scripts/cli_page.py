@@ -1,4 +1,4 @@
-"""Print docs/en/cli.md: every command with its arguments, options and exit codes, from the commands."""
+"""docs/en/cli.md: every command with its arguments, options and exit codes, from the commands."""
 
 from __future__ import annotations
 
@@ -97,7 +97,3 @@ def _type(annotation: Any) -> str:
     return {"Path": "path", "str": "text", "int": "whole number", "float": "number", "bool": "flag"}[
         annotation.__name__
     ]
-
-
-if __name__ == "__main__":
-    print(page(), end="")

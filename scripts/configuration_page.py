@@ -1,4 +1,4 @@
-"""Print docs/en/configuration.md, made from the models, so that the page and the code cannot differ."""
+"""docs/en/configuration.md, made from the models, so that the page and the code cannot differ."""
 
 from __future__ import annotations
 
@@ -146,7 +146,3 @@ def _type(annotation: Any) -> str:
     if isinstance(annotation, types.UnionType):
         return " or ".join("null" if part is types.NoneType else _type(part) for part in get_args(annotation))
     return f"`{annotation.__name__}`"
-
-
-if __name__ == "__main__":
-    print(page(), end="")

@@ -1,4 +1,4 @@
-"""The table of the README that says when a delta pays: python -m scripts.pays_table, or make docs."""
+"""The table of the README that says when a delta pays."""
 
 from __future__ import annotations
 
@@ -29,8 +29,3 @@ def page(name: str) -> str:
         )
     text = (ROOT / name).read_text(encoding="utf-8")
     return _TABLE.sub(lambda _: "\n".join(rows) + "\n", text)
-
-
-if __name__ == "__main__":
-    for each in HEADS:
-        (ROOT / each).write_text(page(each), encoding="utf-8")

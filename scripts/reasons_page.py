@@ -1,4 +1,4 @@
-"""Print docs/en/reasons.md: every reason for a full sync and every exception, with what to do about it."""
+"""docs/en/reasons.md: every reason for a full sync and every exception, with what to do about it."""
 
 from __future__ import annotations
 
@@ -86,6 +86,11 @@ REASONS: Mapping[Reason, Advice] = {
         remedy="Nothing after a load. If it repeats at every update, let the optimizer call its step hooks, "
         "or set `weight_update_delta_method: snapshot`.",
     ),
+    Reason.MOMENTS_COARSE: Advice(
+        cause="Moments are kept in fp16 or fp8, and gradients inside of a tensor differ so widely that some "
+        "20 % of the changes or more would be sent without need. The detail says how many.",
+        remedy="Set `weight_update_delta_method: capture`, which looks at no moments, or keep them in bf16.",
+    ),
     Reason.NOT_ADAMW: Advice(
         cause="The optimizer class is not one of torch's, Transformer Engine's or Apex's AdamW, or a group "
         "of it uses L2 decay, amsgrad or no bias correction. Also CPU-offloading wrappers.",
@@ -97,14 +102,17 @@ REASONS: Mapping[Reason, Advice] = {
         remedy="Load the optimizer state too. Otherwise it passes with the next step and update.",
     ),
     Reason.MOMENTS_INVALID: Advice(
-        cause="A moment holds NaN, an infinity or a negative square, or is not stored in fp32.",
-        remedy="Keep moments in fp32. If they are, the training itself has diverged.",
+        cause="A moment holds NaN, an infinity or a negative square, or is kept in 8 bits other than E4M3, "
+        "or in fp16 or fp8 without a scale.",
+        remedy="Keep moments as Transformer Engine does, or set `weight_update_delta_method: capture`. With "
+        "the dtypes that are served, the training itself has diverged.",
     ),
     Reason.NO_FP32_MASTER: Advice(
         cause="A bf16 parameter is stepped without an fp32 master (a pure bf16 optimizer, the "
-        "precision-aware optimizer), or an fp32 parameter is trained under `overlap_param_gather` on several "
-        "ranks.",
-        remedy="Keep fp32 main parameters; without overlap for models with fp32 parameters.",
+        "precision-aware optimizer with fp16 masters), or an fp32 parameter is trained under "
+        "`overlap_param_gather` on several ranks.",
+        remedy="Keep fp32 main parameters, or set `weight_update_delta_method: capture`; without overlap for "
+        "models with fp32 parameters.",
     ),
     Reason.MASTER_MISMATCH: Advice(
         cause="A model weight has other bits than its master rounded to bf16: it was loaded, swapped or "
@@ -322,7 +330,3 @@ def _bases(error: type[Exception]) -> str:
 
 def _first_line(error: type[Exception]) -> str:
     return (inspect.getdoc(error) or "").partition("\n")[0]
-
-
-if __name__ == "__main__":
-    print(page(), end="")

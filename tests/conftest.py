@@ -11,6 +11,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+import awex_delta.testing  # noqa: F401 - tests may import megatron-core where there is no Triton
+
 # How long an example takes says nothing: cores are shared. The same examples come each time, so a change
 # is judged by what it changed; to look for new ones: pytest --hypothesis-profile=explore
 CALM = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])

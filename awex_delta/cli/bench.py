@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any, get_args
 
 import typer
 from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from awex_delta.cli.output import JsonOption, print_json, stdout_kept
@@ -93,9 +94,9 @@ def sync(
     except ConfigError as error:
         raise typer.BadParameter(str(error), param_hint="--encoding") from error
     try:
-        with _measuring(as_json):
+        with _measuring(as_json) as stage:
             record = _benchmark("sync").run(
-                link=link, repeats=repeats, lr=lr, encoding=encoding, method=method
+                link=link, repeats=repeats, lr=lr, encoding=encoding, method=method, stage=stage
             )
     except links.NoLinkError as error:
         Console(stderr=True).print(str(error))
@@ -112,8 +113,8 @@ def wire(
     repeats: Annotated[int, typer.Option(help="Samples of each kind.", min=1)] = 7,
 ) -> None:
     """Every encoding against zstd over a whole-tensor XOR, and against the entropy of a change."""
-    with _measuring(as_json):
-        record = _benchmark("wire").run(num_elements=elements, repeats=repeats)
+    with _measuring(as_json) as stage:
+        record = _benchmark("wire").run(num_elements=elements, repeats=repeats, stage=stage)
     if as_json:
         print_json(record)
         return
@@ -169,9 +170,14 @@ def scale(
             raise typer.BadParameter(f"{one!r} is none of {', '.join(CODECS)}.", param_hint="--encoding")
     if elements % 64:
         raise typer.BadParameter(f"{elements} is not a multiple of 64.", param_hint="--elements")
-    with _measuring(as_json):
+    with _measuring(as_json) as stage:
         record = benchmark.run(
-            tensors=tensors, elements=elements, changed=changed, encodings=encodings, repeats=repeats
+            tensors=tensors,
+            elements=elements,
+            changed=changed,
+            encodings=encodings,
+            repeats=repeats,
+            stage=stage,
         )
     if as_json:
         print_json(record)
@@ -193,10 +199,22 @@ def _scale_plan(as_json: bool, shape: str) -> None:
 
 
 @contextmanager
-def _measuring(as_json: bool) -> Iterator[None]:
-    """Something that moves in a terminal while minutes pass; stdout is kept where JSON is asked for."""
-    with stdout_kept(as_json), Console(stderr=True).status("Measuring; a minute or some"):
-        yield
+def _measuring(as_json: bool) -> Iterator[Callable[[str], None]]:
+    """Show in a terminal what is measured, which is told to what this gives, and for how long."""
+    console = Console(stderr=True)
+    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
+    with (
+        stdout_kept(as_json),
+        Progress(
+            *columns,
+            console=console,
+            transient=True,
+            redirect_stdout=False,
+            disable=not console.is_terminal,
+        ) as bar,
+    ):
+        task = bar.add_task("measuring; a minute or some", total=None)
+        yield lambda stage: bar.update(task, description=stage)
 
 
 def _benchmark(name: str) -> Any:

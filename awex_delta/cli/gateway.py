@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,7 +11,7 @@ import typer
 
 from awex_delta.cli.output import JsonOption, print_json, stdout_kept
 from awex_delta.errors import ConfigError
-from awex_delta.settings.address import bare_host, host_and_port, is_loopback
+from awex_delta.settings.address import host_and_port, is_loopback, listen
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -50,30 +51,37 @@ def gateway(
         from awex_delta.gateway.app import create_app
     except ModuleNotFoundError as error:
         raise _refuse(str(error)) from error
+    listener = None
     try:
+        if no_token and token_file is not None:
+            raise _refuse("--no-token and --token-file contradict each other: give one of them")
         _check_hosts(host, meeting_host, allow_remote=allow_remote, no_token=no_token)
+        side_token = None if side_token_file is None else _read(side_token_file)
+        listener = listen(host, port)  # before a token is made, or a line printed, for nothing
         token = _token(token_file, no_token=no_token)
         server = create_app(
             token=token,
-            side_token=None if side_token_file is None else _read(side_token_file),
+            side_token=side_token,
             meeting_host=meeting_host,
             meeting_port=meeting_port,
             update_seconds=update_seconds,
         )
     except ConfigError as error:
+        if listener is not None:
+            listener.close()
         raise _refuse(str(error)) from error
     if as_json:
         print_json(_where(host, port, token_file), indent=None)
     with stdout_kept(as_json):
-        _serve(server, host, port)
+        _serve(server, listener)
 
 
-def _serve(server: FastAPI, host: str, port: int) -> None:
+def _serve(server: FastAPI, listener: socket.socket) -> None:
     import uvicorn
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    uvicorn.run(server, host=bare_host(host), port=port, log_config=None, server_header=False, workers=1)
+    uvicorn.Server(uvicorn.Config(server, log_config=None, server_header=False)).run([listener])
 
 
 def _where(host: str, port: int, token_file: Path | None) -> dict[str, str | None]:
@@ -100,8 +108,6 @@ def _token(path: Path | None, *, no_token: bool) -> str | None:
     from awex_delta.gateway.token import new_token, read_token
 
     if no_token:
-        if path is not None:
-            raise ConfigError("--no-token and --token-file contradict each other: give one of them")
         return None
     if path is not None:
         return read_token(path, create=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -36,8 +37,9 @@ def inspect(
         with stdout_kept(as_json):
             found = survey(folder, verify=verify, workers=workers)
         if not found.versions and not folder.exists():
+            what = "is a file, no folder" if Path(directory).is_file() else "does not exist"
             raise FileNotFoundError(
-                f"there is no folder {directory}; give the one that a trainer writes into"
+                f"{directory!r} {what}. Remedy: give the folder that a trainer writes into"
             )
     except (AwexDeltaError, OSError) as error:
         refuse("inspect", error)
@@ -52,7 +54,7 @@ def inspect(
 
 def _show(found: Survey) -> None:
     if not found.versions:
-        typer.echo("there is no version in the folder")
+        typer.echo(f"there is no version in {found.url}")
         return
     console = Console()
     if not console.is_terminal:

@@ -70,7 +70,7 @@ def plan(
     if as_json:
         print_json(as_data(found) | {"seconds": [asdict(row) for row in seconds]})
     else:
-        show(found, seconds, memory * 1e9, Console())
+        show(found, Console(), seconds, memory * 1e9)
 
 
 def plan_preset(path: Path, overrides: Sequence[str] = (), shares: Sequence[float] = SHARES) -> RunPlan:
@@ -108,8 +108,15 @@ def as_data(found: RunPlan) -> dict[str, object]:
     return data
 
 
-def show(found: RunPlan, seconds: Sequence[LinkSeconds], memory: float, console: Console) -> None:
+def show(
+    found: RunPlan,
+    console: Console,
+    seconds: Sequence[LinkSeconds] | None = None,
+    memory: float = MEMORY_BYTES_PER_SECOND,
+) -> None:
     """Print a plan for people. `memory` is bytes per second, which the seconds assume."""
+    if seconds is None:
+        seconds = seconds_by_link(found, LINKS, memory)
     world_size = found.num_trainer_ranks + found.num_engine_ranks
     counts = found.parameters
     rows = Table(show_header=False, box=None, padding=(0, 2, 0, 0))

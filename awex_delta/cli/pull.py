@@ -36,8 +36,8 @@ def pull(
     checkpoint loads as exactly one version, or as none until the next pull, which finishes what was begun.
     The JSON of a pull is one line.
 
-    Exit code 1 when no version can be reached, or the checkpoint cannot be written; 2 when the URL is
-    refused.
+    Exit code 1 when a version, or the newest one, cannot be reached, or the checkpoint cannot be written; 2
+    when the URL is refused.
     """
     console = Console(stderr=True)
     try:
@@ -45,6 +45,8 @@ def pull(
             checkpoint = pulling.LocalCheckpoint(local_checkpoint, Folder(source), workers=workers)
             done = _pull(checkpoint, version, console)
         _report(done, as_json=as_json)
+        if done.unusable and not follow:
+            raise typer.Exit(1)
     except ConfigError as error:
         _say(console, error, "red")
         raise typer.Exit(2) from error
@@ -75,7 +77,7 @@ def _pause(seconds: float) -> None:
 def _pull(checkpoint: pulling.LocalCheckpoint, version: int | None, console: Console) -> pulling.Pulled:
     """One pull with a bar."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("reading", total=None, visible=False)
         done = checkpoint.pull(
             version,
@@ -87,7 +89,7 @@ def _pull(checkpoint: pulling.LocalCheckpoint, version: int | None, console: Con
             ),
         )
     for problem in done.problems:
-        _say(console, problem, "yellow")
+        _say(console, f"{checkpoint.source}: {problem}", "yellow")
     return done
 
 

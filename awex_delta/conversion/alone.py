@@ -1,7 +1,8 @@
-"""Tells whether a converter talks to other ranks, before any of them could wait for it."""
+"""Runs converters without data: do they talk to other ranks, and is anything lost or made twice?"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from awex_delta.errors import UnsupportedError
+from awex_delta.trainers.view import WeightInfo
 
 
 class Alone(TorchDispatchMode):
@@ -42,3 +44,38 @@ class Alone(TorchDispatchMode):
                     "in a layout that needs no such call, such as without tensor parallelism"
                 )
         return func(*args, **(kwargs or {}))
+
+
+def check_conversion(
+    infos: Iterable[WeightInfo],
+    convert: Callable[[str, torch.Tensor], Sequence[tuple[str, torch.Tensor]]],
+) -> None:
+    """Convert every weight once without data, so that nothing is found missing during an update.
+
+    Args:
+        infos: all weights of a trainer rank.
+        convert: `TrainerView.convert` of that trainer.
+
+    Raises:
+        UnsupportedError: a weight cannot be converted, or only together with another one; two make the same
+            HF tensor; or one that is trained makes none, as layers for multi-token prediction.
+    """
+    source: dict[str, str] = {}
+    for info in infos:
+        meta = torch.empty(info.shape, dtype=info.dtype, device="meta")
+        try:
+            with Alone(info.param):
+                first, second = convert(info.key, meta), convert(info.key, meta)
+        except (NotImplementedError, ValueError, RuntimeError, AssertionError) as error:
+            raise UnsupportedError(f"AWEX cannot convert {info.param} {info.shape}: {error}") from error
+        if [(name, out.shape) for name, out in first] != [(name, out.shape) for name, out in second]:
+            raise UnsupportedError(f"AWEX's converter joins {info.param} with another parameter")
+        if info.trained and not first:
+            raise UnsupportedError(
+                f"AWEX's converter drops {info.param}, which is trained, so that engines would never get it: "
+                "freeze it, or build the model without it"
+            )
+        for name, _ in first:
+            if name in source:
+                raise UnsupportedError(f"{name} would be made of both {source[name]} and {info.param}")
+            source[name] = info.param

@@ -84,6 +84,9 @@ class Prover:
             One relocation for each HF tensor. None when the converter computes (scales, adds, normalises,
             quantises) or writes into what it is given, and when it cuts the parameter into so many runs that
             the table would be as large as the parameter, as a transpose does.
+
+        Raises:
+            Exception: what the converter raises for a tensor of the parameter's own dtype.
         """
         size, dtype = tuple(like.shape), like.dtype
         if any(one not in _LOWEST_EXPONENT_BIT for one in (dtype, *(output.dtype for _, output in outputs))):
@@ -93,7 +96,10 @@ class Prover:
         if taken and self._holds(convert, taken, size, dtype):
             return taken
         found = _guess(convert, outputs, size)
-        if found is None or not self._holds(convert, found, size, dtype):
+        if found is None:
+            convert(self._bits.window(math.prod(size), dtype).view(size))  # its own errors are no arithmetic
+            return None
+        if not self._holds(convert, found, size, dtype):
             return None
         self._known[kind] = found  # the latest: after an odd layer, others need not be proved in full
         return found

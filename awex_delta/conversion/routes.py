@@ -7,14 +7,14 @@ together with other ranks, by a collective: all of them call it, at one place of
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from awex_delta.conversion.alone import Alone
 from awex_delta.conversion.relocation import Outputs, Prover, Relocation
-from awex_delta.errors import UnsupportedError
+from awex_delta.errors import AwexDeltaError, UnsupportedError
 from awex_delta.trainers.view import TrainerView, WeightInfo
 
 
@@ -68,7 +68,8 @@ def find_routes(view: TrainerView, rank: int) -> dict[str, Route]:
         By key, in the order of `view.weights()`.
 
     Raises:
-        UnsupportedError: a converter talks to other ranks, but not when it is asked for shapes alone.
+        UnsupportedError: a converter fails, or talks to other ranks, but not when it is asked for shapes
+            alone.
     """
     prover = Prover(rank)
     return {info.key: _find_route(view, info, prover) for info in view.weights()}
@@ -111,6 +112,12 @@ class Conversion:
         """All HF tensors of this rank, by name; see `of`."""
         return {name: tensor for route in self.routes.values() for name, tensor in self.of(route)}
 
+    def some(self, names: Container[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """The HF tensors of this rank that are among `names`, one parameter after the other; see `of`."""
+        for route in self.routes.values():
+            if any(output.name in names for output in route.outputs):
+                yield from (one for one in self.of(route) if one[0] in names)
+
     def release(self) -> None:
         """Let go of what was made by collectives."""
         self._together = {}
@@ -123,10 +130,17 @@ def _find_route(view: TrainerView, info: WeightInfo, prover: Prover) -> Route:
 
     alone = Alone(info.param)
     like = torch.empty(info.shape, dtype=info.dtype, device="meta")
-    shapes = convert(like)
-    together = alone.communicates
-    provable = info.sparse and not together
-    relocations = prover.prove(info.param, convert, like, shapes) if provable else None
+    try:
+        shapes = convert(like)
+        together = alone.communicates
+        provable = info.sparse and not together
+        relocations = prover.prove(info.param, convert, like, shapes) if provable else None
+    except AwexDeltaError:
+        raise
+    except Exception as error:
+        raise UnsupportedError(
+            f"the converter of {info.param} {info.shape} fails: {type(error).__name__}: {error}"
+        ) from error
     if relocations is None:
         found = [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in shapes]
     else:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import Any
+from typing import Any, Literal
 
 from rich import box
 from rich.table import Table
@@ -26,6 +26,7 @@ _PHASES = {
 }
 _NARROW = ("v", "sync", "changed", "share", "extra", "missed", "of full", "total")
 _WIDE = (*_NARROW[:-2], "bytes", "B/chg", *_NARROW[-2:], *_PHASES)
+_STREAMED = {"v": 3, "sync": 24, "changed": 10, "bytes": 13, "transfer": 8}  # characters
 _BYTES_PER_ELEMENT = 2
 
 
@@ -43,9 +44,24 @@ def new_table(plan: DemoPlan, *, wide: bool) -> Table:
     table = Table(
         title=title, box=box.SIMPLE_HEAD, collapse_padding=True, title_justify="left", pad_edge=False
     )
-    for name in _WIDE if wide else _NARROW:
-        table.add_column(name, justify="left" if name == "sync" else "right", no_wrap=True)
+    _add_columns(table, _WIDE if wide else _NARROW, {})
     return table
+
+
+def new_row(record: VersionRecord, *, header: bool) -> Table:
+    """One attempt to update as a row of a wide table that is printed row by row."""
+    table = Table(
+        box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False, show_edge=False, show_header=header
+    )
+    _add_columns(table, _WIDE, {name: _STREAMED.get(name, 7) for name in _WIDE})
+    add_row(table, record)
+    return table
+
+
+def _add_columns(table: Table, names: Sequence[str], widths: Mapping[str, int]) -> None:
+    for name in names:
+        justify: Literal["left", "right"] = "left" if name == "sync" else "right"
+        table.add_column(name, justify=justify, no_wrap=True, min_width=widths.get(name))
 
 
 def add_row(table: Table, record: VersionRecord) -> None:

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeAlias
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
 from rich.markup import escape
 from rich.text import Text
 
-from awex_delta.demo.record import FinishedRun, add_row, new_table
+from awex_delta.demo.record import FinishedRun, add_row, new_row, new_table
 from awex_delta.demo.run import PROMPT, DemoRun, RunResult, VersionRecord
 from awex_delta.demo.scenario import DemoPlan
 from awex_delta.testing.fleet import Fleet
 
+OnRecord: TypeAlias = Callable[[VersionRecord], None]
+
 _WIDE = 120
-_FILE_WIDTH = 128
+_FILE_WIDTH = 160
 
 
 def run_all(plans: list[DemoPlan], folder: Path) -> list[FinishedRun]:
@@ -43,17 +48,41 @@ def _run_one(plan: DemoPlan, folder: Path, console: Console) -> RunResult:
             f"{plan.world_size} ranks are not a power of two: the transfer schedule is padded "
             "(allow_any_world_size)."
         )
+    show = _grow_table if console.is_terminal else _print_rows
+    with Fleet() as fleet, show(plan, console) as on_record:
+        result = DemoRun(plan, fleet, folder, on_record).execute()
+    console.print()
+    return result
+
+
+@contextmanager
+def _grow_table(plan: DemoPlan, console: Console) -> Iterator[OnRecord]:
+    """A table that grows in place, and below it what is being done."""
     table = new_table(plan, wide=console.width >= _WIDE)
-    with Fleet() as fleet, Live(console=console, auto_refresh=False) as live:
+    with Live(console=console, auto_refresh=False) as live:
         live.update(Text(f"starting {plan.world_size} ranks"), refresh=True)
 
         def show(record: VersionRecord) -> None:
             add_row(table, record)
-            live.update(table, refresh=True)
+            following = record.version + (record.kind != "aborted")
+            doing = f"version {following} of {plan.steps}" if following <= plan.steps else "generating"
+            live.update(Group(table, Text(doing, style="dim")), refresh=True)
 
-        result = DemoRun(plan, fleet, folder, show).execute()
-    console.print()
-    return result
+        yield show
+        live.update(table, refresh=True)
+
+
+@contextmanager
+def _print_rows(plan: DemoPlan, console: Console) -> Iterator[OnRecord]:
+    """Each row is printed as it comes, for whoever reads a pipe."""
+    console.print(f"{plan.model}: {plan.topology}", highlight=False)
+    begun: list[VersionRecord] = []
+
+    def show(record: VersionRecord) -> None:
+        console.print(new_row(record, header=not begun))
+        begun.append(record)
+
+    yield show
 
 
 def _conclude(result: RunResult, console: Console) -> None:

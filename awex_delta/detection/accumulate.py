@@ -58,9 +58,9 @@ class Follower(ABC):
         """False while a full sync is due for all baselines. One that commits just now does not follow."""
         return any(baseline.follows for baseline in self._baselines)
 
-    def _tell(self, detection: Detection, also: AccumulatedBaseline | None = None) -> None:
+    def _tell(self, detection: Detection) -> None:
         for baseline in self._baselines:
-            if baseline.follows or baseline is also:
+            if baseline.follows:
                 baseline.add(detection)
 
     def _unhook(self) -> None:
@@ -95,7 +95,7 @@ class StepFollower(Follower):
         """keys: names the slices to look at; None means all."""
         slices = [owned for owned in self._owned_slices() if keys is None or owned.key in keys]
         if self._is_followed():
-            detection = detect_or_doubt(slices, self._journal.plan)
+            detection = self._journal.explained(detect_or_doubt(slices, self._journal.plan))
             if detection.reason is Reason.NONE:
                 detection = self._journal.doubt(slices) or detection
             self._tell(detection)

@@ -65,6 +65,7 @@ class Inversion:
     decay_scale: lr wd / s.
     err_weight, err_update, err_floor: coefficients of r.
     min_sq, max_sq: exp_avg_sq outside of this range is not inverted (the element is uncertain).
+    err_slack: coefficient of what else the update may be off, for `stored.slack`.
     zeros_stay: whether a weight of zero with no momentum is known to have been that zero before.
     """
 
@@ -77,6 +78,7 @@ class Inversion:
     err_floor: float
     min_sq: float
     max_sq: float
+    err_slack: float
     zeros_stay: bool
 
     def coefficients(self, device: torch.device) -> torch.Tensor:
@@ -86,7 +88,7 @@ class Inversion:
             device: where the parameter lives.
 
         Returns:
-            fp32 [9], in the order of the fields.
+            fp32 [9], in the order of the fields: all up to max_sq.
         """
         values = (
             self.root_scale,
@@ -108,12 +110,14 @@ class State:
 
     main, exp_avg, exp_avg_sq: fp32 [n], as the optimizer keeps them.
     weight: bf16 [n], the model's own.
+    slack: fp32 [n], what moments with a scale add to r (`stored.slack`); None for others.
     """
 
     main: torch.Tensor
     exp_avg: torch.Tensor
     exp_avg_sq: torch.Tensor
     weight: torch.Tensor
+    slack: torch.Tensor | None = None
 
     def pick(self, index: torch.Tensor) -> State:
         """The elements at `index` (int64), copied."""
@@ -122,6 +126,7 @@ class State:
             exp_avg=self.exp_avg.take(index),
             exp_avg_sq=self.exp_avg_sq.take(index),
             weight=self.weight.take(index),
+            slack=None if self.slack is None else self.slack.take(index),
         )
 
 
@@ -144,8 +149,7 @@ def invert(step: AdamWStep, *, moment_error: float = 0.0) -> Inversion:
 
     Args:
         step: what the optimizer used.
-        moment_error: relative error of u that comes from how the moments are stored; 0 for fp32, which
-            holds what the kernel used, 2^-7 for bf16.
+        moment_error: relative error of u from how moments are stored; 0 for fp32, as the kernel used them.
 
     Raises:
         NumericsError: the step cannot be inverted, or not with any useful bound.
@@ -158,12 +162,13 @@ def invert(step: AdamWStep, *, moment_error: float = 0.0) -> Inversion:
     small_eps = step.eps < _SMALL_EPS
     root_scale = 1.0 / math.sqrt(c2)
 
-    update_error = _OPERATIONS + moment_error
-    update_error += _correction_error(step.beta1, step.step) + _correction_error(step.beta2, step.step) / 2
+    kernel_error = _OPERATIONS
+    kernel_error += _correction_error(step.beta1, step.step) + _correction_error(step.beta2, step.step) / 2
     if not small_eps:
-        update_error += 2.0**-63 * root_scale / step.eps  # sqrt of a flushed exp_avg_sq
+        kernel_error += 2.0**-63 * root_scale / step.eps  # sqrt of a flushed exp_avg_sq
+    update_error = kernel_error + moment_error * (1.0 + kernel_error)
     # The kernel's own errors: at the scale of p' (the factor s and the product), and of p (the sum).
-    err_old, err_new = _decay_error(decay) + update_error * decay, _E
+    err_old, err_new = _decay_error(decay) + kernel_error * decay, _E
     if step.lr == 0.0:
         err_old, err_new = 0.0, 0.0
     if err_old >= kept / 2:
@@ -181,8 +186,10 @@ def invert(step: AdamWStep, *, moment_error: float = 0.0) -> Inversion:
         err_weight=inverse * (err_old / kept + err_new),
         err_update=inverse * (err_old + update_error * kept),
         err_floor=inverse * _FLUSH * (1.0 + step_size) * (1.0 + 1.0 / denominator),
-        min_sq=2.0**-126 if small_eps else 0.0,
+        # One that was rounded up to the smallest normal number may have been flushed.
+        min_sq=(2.0**-126 if moment_error == 0.0 else 2.0**-125) if small_eps else 0.0,
         max_sq=2.0**126 * c2,
+        err_slack=inverse * kept * (1.0 + kernel_error),
         zeros_stay=step.step >= 2 and moment_error == 0.0,
     )
 
@@ -193,6 +200,9 @@ def codes(
     exp_avg_sq: torch.Tensor,
     weight: torch.Tensor,
     coefficients: torch.Tensor,
+    slack: torch.Tensor | None = None,
+    *,
+    is_split: bool = False,
 ) -> torch.Tensor:
     """How far the step moved each weight, as far as that is certain.
 
@@ -207,16 +217,17 @@ def codes(
     Args:
         main, exp_avg, exp_avg_sq: fp32 [n].
         weight: bf16 [n].
-        coefficients: fp32 [9], of `Inversion.coefficients`.
+        coefficients, slack: fp32 [9], of `Inversion.coefficients`; fp32 [n], as in `State`.
+        is_split: ties were rounded away from zero, as where masters are made of weights (`stored.whole`).
 
     Returns:
         int8 [n], as `lines.bits.step_code` makes them of the old and the new weight: 0 for a weight that
         certainly did not change, and UNSTATED for one that moved far or whose old value is not certain.
     """
-    first, last = _old_masters(main, exp_avg, exp_avg_sq, coefficients)
+    first, last = old_masters(main, exp_avg, exp_avg_sq, coefficients, slack)
     lowest, square = first.view(torch.int32), exp_avg_sq.view(torch.int32)
-    low, high = _rounded(lowest), _rounded(last.view(torch.int32))
-    now, master = weight.float().view(torch.int32) >> 16, _rounded(main.view(torch.int32))
+    low, high = _rounded(lowest, is_split), _rounded(last.view(torch.int32), is_split)
+    now, master = weight.float().view(torch.int32) >> 16, _rounded(main.view(torch.int32), is_split)
     # Patterns of one sign are ordered by magnitude, and those of two signs are more than MAX_STEP apart.
     sign = now >> 31
     step = ((now - low) ^ sign) - sign
@@ -227,9 +238,9 @@ def codes(
     return (step & ~failed | (failed << 7)).to(torch.int8)
 
 
-def _rounded(bits: torch.Tensor) -> torch.Tensor:
+def _rounded(bits: torch.Tensor, ties_away: bool) -> torch.Tensor:
     """The bf16 pattern, as int32, to which fp32 patterns round. Means nothing for a NaN."""
-    return (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return (bits + 0x8000 if ties_away else bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
 
 
 def disproved(
@@ -238,49 +249,56 @@ def disproved(
     exp_avg_sq: torch.Tensor,
     before: torch.Tensor,
     coefficients: torch.Tensor,
+    slack: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Mark the masters that the recorded step cannot have brought from `before` to `main`.
 
     Args:
         main, exp_avg, exp_avg_sq: fp32 [n], after the step.
         before: fp32 [n], the masters before it.
-        coefficients: fp32 [9], of `Inversion.coefficients`.
+        coefficients, slack: as in `codes`.
 
     Returns:
         bool [n]. Elements for which there is no bound are not marked.
     """
     min_sq, max_sq = coefficients[7:].unbind()
-    low, high = _old_masters(main, exp_avg, exp_avg_sq, coefficients)
+    low, high = old_masters(main, exp_avg, exp_avg_sq, coefficients, slack)
     bounded = (exp_avg_sq >= min_sq) & (exp_avg_sq <= max_sq) & (main.abs().view(torch.int32) <= _LARGEST)
     return bounded & ((before < low) | (before > high))
 
 
-def _old_masters(
-    main: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, coefficients: torch.Tensor
+def old_masters(
+    main: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    coefficients: torch.Tensor,
+    slack: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The interval that holds the masters before the step: fp32 [n] twice."""
+    """The interval that holds the masters before the step: fp32 [n] twice. Arguments as of `codes`."""
     root_scale, eps, update_scale, decay_scale, err_weight, err_update, err_floor, _, _ = (
         coefficients.unbind()
     )
     update = update_scale * (exp_avg / (exp_avg_sq.sqrt() * root_scale + eps))
     move = update + decay_scale * main
     error = err_weight * main.abs() + err_update * update.abs() + err_floor
+    if slack is not None:
+        error = error + slack
     return main + (move - error), main + (move + error)
 
 
-def examine(state: State, *, zeros_stay: bool) -> Examination:
+def examine(state: State, *, zeros_stay: bool, is_split: bool = False) -> Examination:
     """Look by bit patterns at elements whose old weight is not certain.
 
     Args:
         state: those elements.
-        zeros_stay: see `Inversion`.
+        zeros_stay, is_split: see `Inversion` and `codes`. Split masters cannot differ from their weights.
     """
     exp_avg, exp_avg_sq = state.exp_avg, state.exp_avg_sq
     still_zero = (state.main.view(torch.int32) & 0x7FFFFFFF | exp_avg.view(torch.int32)) == 0
     valid = torch.isfinite(exp_avg) & torch.isfinite(exp_avg_sq) & (exp_avg_sq >= 0)
     return Examination(
         still_zero=still_zero & zeros_stay,
-        master_mismatch=differs_from_master(state.main, state.weight).any(),
+        master_mismatch=differs_from_master(state.main, state.weight).any() & (not is_split),
         moments_invalid=~valid.all(),
     )
 

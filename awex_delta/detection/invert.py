@@ -11,15 +11,17 @@ from __future__ import annotations
 import functools
 import logging
 import subprocess
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
 from awex_delta.detection import adamw
 from awex_delta.detection.adamw import AdamWStep
+from awex_delta.detection.gates import Refusal, refusals
 from awex_delta.detection.pieces import Piece, Runs, Scratch, in_order, nonzero, pieces, take
-from awex_delta.detection.slices import BF16_OR_ROUNDED, Detection, OwnedSlice
+from awex_delta.detection.slices import Detection, OwnedSlice
+from awex_delta.detection.stored import REMAINDER, Storage, kept_in, needless, state_of
 from awex_delta.errors import NumericsError, UnsupportedError
 from awex_delta.lines.bits import UNSTATED
 from awex_delta.lines.changes import Changes, joined
@@ -28,7 +30,8 @@ from awex_delta.protocol.verdict import Reason
 StepOf = Callable[[OwnedSlice], AdamWStep | Reason | None]
 """Says which step to invert for a slice; None if no step moved it since the commit; or why it is unknown."""
 
-_Codes = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+_Codes = Callable[..., torch.Tensor]
+"""`adamw.codes`, or what was compiled of it."""
 
 # Elements at a time. Compiled, a piece costs one byte for each element and eight for each that changed;
 # eager, some fp32 temporaries. What changed is then handled in blocks, at about sixty bytes for each.
@@ -45,18 +48,12 @@ _SHORTEST_COMPILED = 1 << 12
 _COMPILE_OPTIONS: dict[str, str | int | bool | Callable[..., object]] = {
     "cpp.enable_unsafe_math_opt_flag": False,
 }
+# What is sent without need, relative to what changed; and to all elements, where it is little anyway.
+_MOST_NEEDLESS, _FEW = 0.2, 0.001
 _NO_BASE = frozenset({Reason.MASTER_MISMATCH, Reason.STATE_AWAY, Reason.DETECTION_FAILED})
 _COMPILER_FAILURES = (RuntimeError, OSError, ImportError, subprocess.SubprocessError)
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Refusal:
-    """Why one slice cannot be inverted."""
-
-    reason: Reason
-    detail: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,19 +71,28 @@ class _Pass:
 
     codes: _Codes
     piece: int
+    is_split: bool
 
     def __call__(self, part: adamw.State, coefficients: torch.Tensor) -> torch.Tensor:
-        function = self.codes if part.weight.numel() >= _SHORTEST_COMPILED else adamw.codes
-        return function(part.main, part.exp_avg, part.exp_avg_sq, part.weight, coefficients)
+        if part.weight.numel() >= _SHORTEST_COMPILED and self.codes is not adamw.codes:
+            return self.codes(part.main, part.exp_avg, part.exp_avg_sq, part.weight, coefficients)
+        tensors = (part.main, part.exp_avg, part.exp_avg_sq, part.weight, coefficients, part.slack)
+        return adamw.codes(*tensors, is_split=self.is_split)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Step:
-    """One distinct step, and the slices that it moved. coefficients: on the device of the slices."""
+    """One distinct step, and the slices that it moved, all with their state kept in the same way.
+
+    coefficients: on the device of the slices.
+    needless: of moments with a scale: how much of each block was needless, as far as that can be told.
+    """
 
     inversion: adamw.Inversion
+    storage: Storage
     coefficients: torch.Tensor
     slices: Sequence[OwnedSlice]
+    needless: list[torch.Tensor] = field(default_factory=list)
 
 
 def detect_changes(
@@ -108,31 +114,34 @@ def detect_changes(
     Raises:
         UnsupportedError: a weight is not bf16, or a tensor does not have the length of its slice.
     """
-    moved: dict[AdamWStep, list[OwnedSlice]] = {}
+    moved: dict[tuple[AdamWStep, Storage], list[OwnedSlice]] = {}
     unmoved: list[OwnedSlice] = []
-    refusals: list[_Refusal] = []
+    refused: list[Refusal] = []
     num_owned = 0
     for owned in slices:
         numel = owned.stop - owned.start
         if numel:
             num_owned += numel
             planned = step_of(owned)
-            refusals += _refusals(owned, numel, planned)
-            same = moved.setdefault(planned, []) if isinstance(planned, AdamWStep) else unmoved
-            same.append(owned)
-    inversions = [_inversion(step, some[0].key, refusals) for step, some in moved.items()]
-    if refusals:
-        return _refuse(refusals, num_owned)
+            refused += refusals(owned, numel, planned)
+            storage = kept_in(owned) if isinstance(planned, AdamWStep) else None
+            if isinstance(planned, AdamWStep) and storage is not None:
+                moved.setdefault((planned, storage), []).append(owned)
+            else:
+                unmoved.append(owned)
+    inversions = [_inversion(*way, some[0].key, refused) for way, some in moved.items()]
+    if refused:
+        return _refuse(refused, num_owned)
 
     if compiled is None:
         compiled = num_owned >= _WORTH_COMPILING
     with torch.no_grad():
         doubts = list(_doubts_of_unmoved(unmoved))
-        steps = _steps([one for one in inversions if one is not None], list(moved.values()))
+        steps = list(_steps([one for one in inversions if one is not None], moved))
         changes = _changes(steps, doubts, compiled=compiled)
-        refusals = _true_of(doubts)
-    if refusals:
-        return _refuse(refusals, num_owned)
+        refused = _true_of(doubts) or list(_coarse(steps, changes, num_owned))
+    if refused:
+        return _refuse(refused, num_owned)
     return Detection(changes=changes, num_owned=num_owned)
 
 
@@ -159,82 +168,57 @@ def failed(error: Exception) -> Detection:
     return Detection(reason=Reason.DETECTION_FAILED, detail=f"{type(error).__name__}: {error}")
 
 
-def _refuse(refusals: list[_Refusal], num_owned: int) -> Detection:
+def _refuse(refusals: list[Refusal], num_owned: int) -> Detection:
     worst = max(refusals, key=lambda refusal: refusal.reason)
     return Detection(reason=worst.reason, detail=worst.detail, num_owned=num_owned)
 
 
-def _refusals(owned: OwnedSlice, numel: int, planned: AdamWStep | Reason | None) -> Iterator[_Refusal]:
-    """Why a slice cannot be inverted, as far as that shows without reading its tensors."""
-    main, weight = owned.main, owned.weight
-    away = owned.unreadable("weight")
-    if away:
-        raise UnsupportedError(away)
-    if weight.dtype not in BF16_OR_ROUNDED or weight.numel() != numel:
-        raise UnsupportedError(f"{owned.key}: detection needs {numel} bf16 weights, not {_describe(weight)}")
-    if main is not None and main.numel() != numel:
-        raise UnsupportedError(f"{owned.key}: the master of {numel} weights is {_describe(main)}")
-    if main is None or main.dtype is not torch.float32:
-        yield _Refusal(reason=Reason.NO_FP32_MASTER, detail=f"{owned.key}: master is {_describe(main)}")
-    elif away := owned.unreadable("main"):
-        yield _Refusal(reason=Reason.STATE_AWAY, detail=away)
-    if planned is None:
-        # Before the first counted step the moments are looked at, too: they have to be zero.
-        if owned.step < 1 and (away := owned.unreadable("exp_avg", "exp_avg_sq")):
-            yield _Refusal(reason=Reason.STATE_AWAY, detail=away)
-        return
-    if isinstance(planned, Reason):
-        yield _Refusal(reason=planned, detail=owned.key)
-        return
-    for name, moment in (("exp_avg", owned.exp_avg), ("exp_avg_sq", owned.exp_avg_sq)):
-        if moment is None or moment.numel() != numel:
-            detail = f"{owned.key}: {name} is {_describe(moment)}"
-            yield _Refusal(reason=Reason.MOMENTS_MISSING, detail=detail)
-        elif moment.dtype is not torch.float32:
-            detail = f"{owned.key}: {name} is {_describe(moment)}"
-            yield _Refusal(reason=Reason.MOMENTS_INVALID, detail=detail)
-    if away := owned.unreadable("exp_avg", "exp_avg_sq"):
-        yield _Refusal(reason=Reason.STATE_AWAY, detail=away)
-    if planned.step != owned.step:
-        detail = f"{owned.key}: step {planned.step} was recorded, the optimizer counts {owned.step}"
-        yield _Refusal(reason=Reason.HYPERPARAMETERS_INVALID, detail=detail)
-
-
-def _inversion(step: AdamWStep, key: str, refusals: list[_Refusal]) -> adamw.Inversion | None:
+def _inversion(step: AdamWStep, storage: Storage, key: str, refused: list[Refusal]) -> adamw.Inversion | None:
     """How to invert a step. If that is impossible: None, and one more refusal, which names `key`."""
     try:
-        return adamw.invert(step)
+        return storage.invert(step)
     except NumericsError as error:
-        refusals.append(_Refusal(reason=Reason.HYPERPARAMETERS_INVALID, detail=f"{key}: {error}"))
+        refused.append(Refusal(reason=Reason.HYPERPARAMETERS_INVALID, detail=f"{key}: {error}"))
         return None
-
-
-def _describe(tensor: torch.Tensor | None) -> str:
-    return "missing" if tensor is None else f"{tensor.numel()} elements of {tensor.dtype}"
 
 
 def _doubts_of_unmoved(slices: Sequence[OwnedSlice]) -> Iterator[_Doubt]:
     """No step moved them, so their weights are their rounded masters, unless someone replaced them."""
     scratch = Scratch()
-    for piece in pieces(slices, _EAGER_PIECE):
+    apart = [owned for owned in slices if owned.main is not None and owned.main.dtype is not REMAINDER]
+    for piece in pieces(apart, _EAGER_PIECE):
         main, weight = scratch.tensor(piece, "main"), scratch.tensor(piece, "weight")
         flag = adamw.differs_from_master(main, weight).any()
         yield _Doubt(reason=Reason.MASTER_MISMATCH, piece=piece, flag=flag)
     for name in ("exp_avg", "exp_avg_sq"):
         uncounted = [owned for owned in slices if owned.step < 1 and getattr(owned, name) is not None]
         for piece in pieces(uncounted, _EAGER_PIECE):
-            flag = torch.cat([getattr(owned, name) for owned in piece.slices]).any()
+            flag = torch.cat([getattr(owned, name).float() for owned in piece.slices]).any()
             yield _Doubt(reason=Reason.HYPERPARAMETERS_INVALID, piece=piece, flag=flag)
 
 
-def _steps(inversions: list[adamw.Inversion], slices: list[list[OwnedSlice]]) -> Iterator[_Step]:
+def _steps(
+    inversions: list[adamw.Inversion], moved: Mapping[tuple[AdamWStep, Storage], Sequence[OwnedSlice]]
+) -> Iterator[_Step]:
     """Bring the coefficients of all steps to the device at once."""
     if not inversions:
         return
-    device = slices[0][0].weight.device
+    device = next(iter(moved.values()))[0].weight.device
     rows = torch.stack([inversion.coefficients(torch.device("cpu")) for inversion in inversions]).to(device)
-    for inversion, row, moved in zip(inversions, rows, slices, strict=True):
-        yield _Step(inversion=inversion, coefficients=row, slices=moved)
+    for inversion, row, ((_, storage), slices) in zip(inversions, rows, moved.items(), strict=True):
+        yield _Step(inversion=inversion, storage=storage, coefficients=row, slices=slices)
+
+
+def _coarse(steps: Sequence[_Step], changes: Changes, num_owned: int) -> Iterator[Refusal]:
+    """That moments with a scale hide so much that a bound is of no use."""
+    counts = [count for step in steps for count in step.needless]
+    extra = int(torch.stack(counts).sum()) if counts else 0
+    if extra > _MOST_NEEDLESS * (changes.num_changed - extra) and extra > _FEW * num_owned:
+        step = max((step for step in steps if step.needless), key=lambda step: int(sum(step.needless)))
+        kept, key = step.storage, step.slices[0].key
+        detail = f"{key}: exp_avg is {kept.exp_avg}, exp_avg_sq is {kept.exp_avg_sq}"
+        detail += f": about {extra} of {changes.num_changed} elements would be sent without need"
+        yield Refusal(reason=Reason.MOMENTS_COARSE, detail=detail)
 
 
 def _changes(steps: Iterable[_Step], doubts: list[_Doubt], *, compiled: bool) -> Changes:
@@ -242,7 +226,8 @@ def _changes(steps: Iterable[_Step], doubts: list[_Doubt], *, compiled: bool) ->
     scratch = Scratch()
     parts: list[tuple[Piece, Changes]] = []
     for step in steps:
-        how = _pass(step.coefficients.device.type, compiled=compiled)
+        compiles = compiled and not step.storage.is_scaled
+        how = _pass(step.coefficients.device.type, compiled=compiles, is_split=step.storage.is_split)
         cut = pieces(step.slices, how.piece)
         parts += [(piece, _invert(piece, step, how, scratch, doubts)) for piece in cut]
     changes = in_order(parts)
@@ -254,19 +239,18 @@ def _changes(steps: Iterable[_Step], doubts: list[_Doubt], *, compiled: bool) ->
 
 def _invert(piece: Piece, step: _Step, how: _Pass, scratch: Scratch, doubts: list[_Doubt]) -> Changes:
     """The changes of one piece, with code 0 for an element that certainly did not change after all."""
-    state = adamw.State(
-        main=scratch.tensor(piece, "main"),
-        exp_avg=scratch.tensor(piece, "exp_avg"),
-        exp_avg_sq=scratch.tensor(piece, "exp_avg_sq"),
-        weight=scratch.tensor(piece, "weight"),
-    )
+    state = state_of(piece, scratch, step.storage, step.inversion)
+    zeros_stay = step.inversion.zeros_stay and step.storage.is_exact
     codes = how(state, step.coefficients)
     runs = Runs.of(piece.ranges()).to(codes.device)
     blocks = []
     for marked in torch.split(nonzero(codes), _BLOCK):
         code = codes.take(marked)
         unknown = _unknown(code)
-        seen = adamw.examine(state.pick(marked[unknown]), zeros_stay=step.inversion.zeros_stay)
+        picked = state.pick(marked[unknown])
+        seen = adamw.examine(picked, zeros_stay=zeros_stay, is_split=step.storage.is_split)
+        if step.storage.is_scaled:
+            step.needless.append(needless(picked, step.coefficients))
         code[unknown] = code[unknown].masked_fill(seen.still_zero, 0)
         doubts += [
             _Doubt(reason=Reason.MASTER_MISMATCH, piece=piece, flag=seen.master_mismatch),
@@ -281,14 +265,14 @@ def _unknown(code: torch.Tensor) -> torch.Tensor | slice:
     return nonzero(code == UNSTATED) if code.device.type == "cpu" else slice(None)
 
 
-def _true_of(doubts: list[_Doubt]) -> list[_Refusal]:
+def _true_of(doubts: list[_Doubt]) -> list[Refusal]:
     """The worst of the doubts that are true, if any. Waits for the device once, whatever their number."""
     flags = torch.stack([doubt.flag for doubt in doubts]).tolist() if doubts else []
     true = [doubt for doubt, flag in zip(doubts, flags, strict=True) if flag]
     return [_named(max(true, key=lambda doubt: doubt.reason))] if true else []
 
 
-def _named(doubt: _Doubt) -> _Refusal:
+def _named(doubt: _Doubt) -> Refusal:
     """Look at the slices of a piece one by one, to name the one that a true doubt is about."""
     owned = next(
         (owned for owned in doubt.piece.slices if _is_wrong(owned, doubt.reason)), doubt.piece.slices[0]
@@ -296,11 +280,11 @@ def _named(doubt: _Doubt) -> _Refusal:
     detail = owned.key
     if doubt.reason is Reason.HYPERPARAMETERS_INVALID:
         detail = f"{detail}: moments are not zero, but the optimizer counts step {owned.step}"
-    return _Refusal(reason=doubt.reason, detail=detail)
+    return Refusal(reason=doubt.reason, detail=detail)
 
 
 def _is_wrong(owned: OwnedSlice, reason: Reason) -> bool:
-    moments = [moment for moment in (owned.exp_avg, owned.exp_avg_sq) if moment is not None]
+    moments = [moment.float() for moment in (owned.exp_avg, owned.exp_avg_sq) if moment is not None]
     if reason is Reason.HYPERPARAMETERS_INVALID:
         return any(bool(moment.any()) for moment in moments)
     if reason is Reason.MASTER_MISMATCH:
@@ -310,19 +294,21 @@ def _is_wrong(owned: OwnedSlice, reason: Reason) -> bool:
     return not finite or bool((moments[-1] < 0).any())
 
 
-def _pass(device_type: str, *, compiled: bool) -> _Pass:
-    function = _compiled_codes(device_type) if compiled else None
+def _pass(device_type: str, *, compiled: bool, is_split: bool) -> _Pass:
+    function = _compiled_codes(device_type, is_split=is_split) if compiled else None
     if function is None:
-        return _Pass(codes=adamw.codes, piece=_EAGER_PIECE)
-    return _Pass(codes=function, piece=_COMPILED_PIECE)
+        return _Pass(codes=adamw.codes, piece=_EAGER_PIECE, is_split=is_split)
+    return _Pass(codes=function, piece=_COMPILED_PIECE, is_split=is_split)
 
 
 @functools.cache
-def _compiled_codes(device_type: str) -> _Codes | None:
+def _compiled_codes(device_type: str, *, is_split: bool) -> _Codes | None:
     """Compiled once in a process; None if that fails."""
     try:
         # Sizes are dynamic, and what changes at every step comes in a tensor: one compilation serves all.
-        function = torch.compile(adamw.codes, dynamic=True, options=_COMPILE_OPTIONS)
+        function = functools.partial(
+            torch.compile(adamw.codes, dynamic=True, options=_COMPILE_OPTIONS), is_split=is_split
+        )
         # Distinct tensors, as later: if one stood for all, torch would compile for just that.
         main, exp_avg, exp_avg_sq = (
             torch.zeros(_SHORTEST_COMPILED, device=device_type, dtype=torch.float32) for _ in range(3)

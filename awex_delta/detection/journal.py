@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,7 @@ from awex_delta.detection.optimizers import (
     had_gradients,
     hyper_parameters,
     is_known,
+    kept_master,
     knows_overflow,
     moments,
     step_counts,
@@ -51,8 +52,8 @@ class _Record:
     moments: tuple[Trace, Trace]
 
 
-_Standing = tuple[Trace, Trace]
-"""The traces of one parameter's step counter and of its master."""
+_Standing = tuple[Trace, Trace, Trace]
+"""The traces of one parameter's step counter, of what is stepped, and of a master kept beside that."""
 
 _COUNTER = "its step counter was changed"
 
@@ -76,7 +77,7 @@ class StepJournal:
         self._base: dict[str, int] = {}
         self._standing: dict[str, _Standing] = {}
         self._sample = MasterSample()
-        self._warned = False
+        self._not_adamw: set[str] = set()  # classes
 
     def watch(self, stepped: SteppedParams) -> None:
         """Record every later step of an optimizer.
@@ -132,6 +133,14 @@ class StepJournal:
             return Reason.STEP_GAP
         return record.used if isinstance(record.used, Reason) else record.used.at(owned.step)
 
+    def explained(self, detection: Detection) -> Detection:
+        """A detection; one that refuses an optimizer says of which class it is, and what to do."""
+        if detection.reason is not Reason.NOT_ADAMW:
+            return detection
+        names = ", ".join(sorted(self._not_adamw))
+        remedy = "set weight_update_delta_method: capture, or train with a decoupled AdamW without amsgrad"
+        return replace(detection, detail=f"{detection.detail}: the optimizer is {names}. Remedy: {remedy}")
+
     def doubt(self, slices: Iterable[OwnedSlice]) -> Detection | None:
         """What speaks against the steps that `plan` gave, once the slices have been looked at.
 
@@ -161,7 +170,7 @@ class StepJournal:
             live = {key: p for key, p in stepped.live().items() if keys is None or key in keys}
             self._base.update(_counts(stepped, live))
             self._standing.update(_standings(stepped, live))
-            self._sample.take(live)
+            self._sample.take(stepped.optimizer, live)
             for key in live:
                 self._records.pop(key, None)
                 self._disturbed.pop(key, None)
@@ -241,7 +250,7 @@ class StepJournal:
                 if not self._expects(key, counts[key]):
                     yield key, _COUNTER
                     continue
-            pairs = [(now[1], last[1])]
+            pairs = list(zip(now[1:], last[1:], strict=True))
             if left is not None and record is not None:
                 pairs += zip(left, record.moments, strict=True)
             if any(one[0] != other[0] for one, other in pairs):
@@ -263,9 +272,9 @@ class StepJournal:
         self._disturbed.update(dict.fromkeys(keys, reason))
 
     def _warn_not_adamw(self, optimizer: torch.optim.Optimizer) -> None:
-        if not self._warned:
+        if not self._not_adamw:
             _log.warning("%s is not a decoupled AdamW: every update is a full sync", type(optimizer).__name__)
-        self._warned = True
+        self._not_adamw.add(type(optimizer).__name__)
 
 
 def _used_now(optimizer: torch.optim.Optimizer) -> Sequence[Used]:
@@ -275,7 +284,7 @@ def _used_now(optimizer: torch.optim.Optimizer) -> Sequence[Used]:
 def _standings(stepped: SteppedParams, live: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, _Standing]]:
     counters = counter_traces(stepped.optimizer, list(live.values()))
     for (key, param), counter in zip(live.items(), counters, strict=True):
-        yield key, (counter, trace(param))
+        yield key, (counter, trace(param), trace(kept_master(stepped.optimizer, param)))
 
 
 def _counts(stepped: SteppedParams, live: Mapping[str, torch.Tensor]) -> dict[str, int]:
@@ -283,8 +292,8 @@ def _counts(stepped: SteppedParams, live: Mapping[str, torch.Tensor]) -> dict[st
 
 
 def _moment_traces(stepped: SteppedParams, param: torch.Tensor) -> tuple[Trace, Trace]:
-    exp_avg, exp_avg_sq = moments(stepped.optimizer, param)
-    return trace(exp_avg), trace(exp_avg_sq)
+    live = moments(stepped.optimizer, param)
+    return trace(live.exp_avg), trace(live.exp_avg_sq)
 
 
 def is_capturing() -> bool:

@@ -29,7 +29,7 @@ class OneStepBaseline:
         if self._doubt is not None:
             return self._doubt
         slices = tuple(self._owned_slices())
-        detection = detect_changes(slices, self._journal.plan)
+        detection = self._journal.explained(detect_changes(slices, self._journal.plan))
         if detection.reason is Reason.NONE:
             detection = self._journal.doubt(slices) or detection
         self._checked = detection.reason is Reason.NONE

@@ -119,13 +119,50 @@ def _counters(optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor]) 
     return [_state(optimizer, param).get("step", 0) for param in params]
 
 
-def moments(
-    optimizer: torch.optim.Optimizer, param: torch.Tensor
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """`exp_avg` and `exp_avg_sq` of one parameter, live; None before the first step."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moments:
+    """The moments of one parameter, live; None before the first step.
+
+    exp_avg_scale, exp_avg_sq_scale: fp32, one element: what they are multiples of, in fp16 and fp8.
+    """
+
+    exp_avg: torch.Tensor | None
+    exp_avg_sq: torch.Tensor | None
+    exp_avg_scale: torch.Tensor | None
+    exp_avg_sq_scale: torch.Tensor | None
+
+
+def moments(optimizer: torch.optim.Optimizer, param: torch.Tensor) -> Moments:
+    """The moments of one parameter, of Transformer Engine's quantised tensors the numbers behind them."""
     state = _state(optimizer, param)
-    exp_avg, exp_avg_sq = state.get("exp_avg"), state.get("exp_avg_sq")
-    return None if exp_avg is None else local(exp_avg), None if exp_avg_sq is None else local(exp_avg_sq)
+    scales: Mapping[str, torch.Tensor] = _NO_STATE
+    if hasattr(optimizer, "_scales"):
+        scales = optimizer._scales.get(param, _NO_STATE)  # noqa: SLF001 - there is no public name
+    first, first_scale = _numbers(state.get("exp_avg"), scales.get("exp_avg"))
+    second, second_scale = _numbers(state.get("exp_avg_sq"), scales.get("exp_avg_sq"))
+    return Moments(exp_avg=first, exp_avg_sq=second, exp_avg_scale=first_scale, exp_avg_sq_scale=second_scale)
+
+
+def _numbers(
+    tensor: torch.Tensor | None, scale: torch.Tensor | None
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    quantised: Any = tensor
+    if hasattr(quantised, "_scale_inv"):  # it says that it is fp32, and would be read as if it were
+        is_e4m3 = quantised._fp8_dtype.name == "kFloat8E4M3"  # noqa: SLF001
+        dtype = torch.float8_e4m3fn if is_e4m3 else torch.float8_e5m2
+        return quantised._data.view(dtype), quantised._scale_inv  # noqa: SLF001
+    if tensor is None:
+        return None, None
+    return local(tensor), scale if tensor.dtype is torch.float16 else None
+
+
+def kept_master(optimizer: torch.optim.Optimizer, param: torch.Tensor) -> torch.Tensor | None:
+    """The master that an optimizer keeps of a bf16 parameter, live: fp32, or int16 (`stored.whole`).
+
+    None if it keeps none, or before the first step. Only Transformer Engine's keeps any.
+    """
+    master: torch.Tensor | None = _state(optimizer, param).get("master_param")
+    return None if master is None else local(master)
 
 
 Trace = tuple[int, int]

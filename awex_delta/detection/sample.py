@@ -8,14 +8,15 @@ may not be.
 
 from __future__ import annotations
 
-from collections.abc import KeysView, Mapping
+from collections.abc import KeysView, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from awex_delta.detection import adamw
 from awex_delta.detection.adamw import AdamWStep
-from awex_delta.detection.optimizers import SteppedParams, flat, local, moments
+from awex_delta.detection.optimizers import SteppedParams, flat, kept_master, local, moments
+from awex_delta.detection.stored import REMAINDER, Moment, Storage, slack, whole
 from awex_delta.lines.storages import unreadable
 from awex_delta.protocol.verdict import Reason
 
@@ -30,9 +31,10 @@ class _Held:
     start: int
     main: torch.Tensor
 
-    def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same elements of another tensor of that parameter."""
-        return flat(local(tensor))[self.start : self.start + self.main.numel()]
+    @property
+    def part(self) -> slice:
+        """Where they are."""
+        return slice(self.start, self.start + self.main.numel())
 
 
 class MasterSample:
@@ -46,27 +48,29 @@ class MasterSample:
         """The keys of the masters of which elements are held."""
         return self._held.keys()
 
-    def take(self, live: Mapping[str, torch.Tensor]) -> None:
+    def take(self, optimizer: torch.optim.Optimizer, live: Mapping[str, torch.Tensor]) -> None:
         """Forget what was held of these masters, and copy elements of some of them.
 
         Args:
-            live: the masters of one optimizer by key. Those that are not fp32, or whose memory is away, are
+            optimizer: steps them.
+            live: what it steps, by key. Masters that are not fp32, or whose memory is away, are
                 passed over.
         """
         stride = -(-len(live) // _MASTERS) or 1
         for place, (key, stepped) in enumerate(live.items()):
             self._held.pop(key, None)
             param = local(stepped)
-            if (place + self._turn) % stride == 0 and param.numel() and _is_readable(param):
+            if (place + self._turn) % stride == 0 and param.numel() and _is_readable(optimizer, stepped):
                 start = self._turn * _ELEMENTS % param.numel()
-                self._held[key] = _Held(start=start, main=flat(param)[start : start + _ELEMENTS].clone())
+                main = _main(optimizer, stepped, slice(start, start + _ELEMENTS))
+                self._held[key] = _Held(start=start, main=main.clone())
         self._turn += 1
 
     def wrong(self, stepped: SteppedParams, steps: Mapping[str, AdamWStep | Reason | None]) -> str | None:
         """Name a master that the recorded steps do not explain; None where they explain all.
 
         Args:
-            stepped: one optimizer, whose moments are fp32 and as long as the masters.
+            stepped: one optimizer, whose moments are as long as the masters, of dtypes that are served.
             steps: by key: the one step since `take`, or None if there was none. Other keys are not looked at.
 
         Waits for the device once for each distinct step.
@@ -87,18 +91,24 @@ class MasterSample:
         """Which of the held elements are not explained: bool [n]."""
         held = [self._held[key] for key in params]
         before = torch.cat([one.main for one in held])
-        main = torch.cat([one.of(param) for one, param in zip(held, params.values(), strict=True)])
+        main = torch.cat(
+            [_main(optimizer, param, one.part) for one, param in zip(held, params.values(), strict=True)]
+        )
         if step is None:
             return before.view(torch.int32) != main.view(torch.int32)
-        both = zip(*(moments(optimizer, param) for param in params.values()), strict=True)
-        exp_avg, exp_avg_sq = (
-            torch.cat(
-                [one.of(tensor) for one, tensor in zip(held, of_all, strict=True) if tensor is not None]
-            )
-            for of_all in both
+        live = [moments(optimizer, param) for param in params.values()]
+        exp_avg = _moment(held, [one.exp_avg for one in live], [one.exp_avg_scale for one in live])
+        exp_avg_sq = _moment(held, [one.exp_avg_sq for one in live], [one.exp_avg_sq_scale for one in live])
+        storage = Storage(main=main.dtype, exp_avg=exp_avg.dtype, exp_avg_sq=exp_avg_sq.dtype)
+        inversion = storage.invert(step)
+        return adamw.disproved(
+            main,
+            exp_avg.values,
+            exp_avg_sq.values,
+            before,
+            inversion.coefficients(before.device),
+            slack(exp_avg, exp_avg_sq, inversion) if storage.is_scaled else None,
         )
-        coefficients = adamw.invert(step).coefficients(before.device)
-        return adamw.disproved(main, exp_avg, exp_avg_sq, before, coefficients)
 
 
 def _recorded(step: AdamWStep | None) -> str:
@@ -110,5 +120,28 @@ def _recorded(step: AdamWStep | None) -> str:
     )
 
 
-def _is_readable(param: torch.Tensor) -> bool:
-    return not unreadable(param) and param.is_contiguous() and param.dtype is torch.float32
+def _moment(
+    held: Sequence[_Held], live: Sequence[torch.Tensor | None], scales: Sequence[torch.Tensor | None]
+) -> Moment:
+    return Moment.of([flat(t)[h.part] for h, t in zip(held, live, strict=True) if t is not None], scales)
+
+
+def _main(optimizer: torch.optim.Optimizer, param: torch.Tensor, part: slice) -> torch.Tensor:
+    """Elements of the master of what is stepped, fp32."""
+    master = kept_master(optimizer, param)
+    if master is None:
+        return flat(local(param))[part].float()
+    main = flat(master)[part]
+    return whole(flat(local(param))[part], main) if main.dtype is REMAINDER else main
+
+
+def _is_readable(optimizer: torch.optim.Optimizer, param: torch.Tensor) -> bool:
+    master, param = kept_master(optimizer, param), local(param)
+    if master is None:
+        # A master that its first step is going to make begins as the weight.
+        begins = hasattr(optimizer, "master_weights") and bool(optimizer.master_weights)
+        served = param.dtype is torch.float32 or (begins and param.dtype is torch.bfloat16)
+    else:
+        served = master.dtype in (torch.float32, REMAINDER) and master.numel() == param.numel()
+    both = (param,) if master is None else (param, master)
+    return served and not any(unreadable(one) or not one.is_contiguous() for one in both)

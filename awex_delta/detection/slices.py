@@ -23,11 +23,13 @@ class OwnedSlice:
     chunk: index of the model chunk (virtual pipeline stage) that holds the parameter.
     start, stop: half-open flat element range in the local (tensor-parallel) parameter.
     begin: position of its first element in the trainer's line.
-    main: fp32 master weight; None when the optimizer keeps none.
+    main: fp32 master weight, or int16, what it has beyond the weight (`stored.whole`); None when the
+        optimizer keeps none.
     weight: the model's own weight over the same range: bf16, or fp32 where the model computes with its
         rounding to bf16, as FSDP2 does with what the optimizer steps.
-    exp_avg, exp_avg_sq: AdamW moments; None before the first step.
+    exp_avg, exp_avg_sq: AdamW moments, in fp32, bf16, fp16 or fp8 (E4M3); None before the first step.
     step: the optimizer's own step counter for this parameter now, 0 before the first step.
+    exp_avg_scale, exp_avg_sq_scale: fp32, one element: what moments in fp16 and fp8 are multiples of.
     """
 
     param: str
@@ -40,6 +42,8 @@ class OwnedSlice:
     exp_avg: torch.Tensor | None
     exp_avg_sq: torch.Tensor | None
     step: int
+    exp_avg_scale: torch.Tensor | None = None
+    exp_avg_sq_scale: torch.Tensor | None = None
 
     @property
     def key(self) -> str:

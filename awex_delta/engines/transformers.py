@@ -13,6 +13,7 @@ from awex_delta.errors import LayoutError
 
 # How transformers describes fused experts stored as [experts, out, in], gate rows before up rows.
 _PLAIN_EXPERTS = {"has_gate": True, "has_bias": False, "is_transposed": False, "is_concatenated": True}
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)  # their kernels are stored as checkpoints have them
 
 
 class TransformersEngine:
@@ -90,7 +91,7 @@ def _parts(model: PreTrainedModel) -> Iterator[EngineTensor]:
         elif is_fused_experts(name):
             experts = split_experts(name, tensor.detach(), model.get_submodule(name.rpartition(".")[0]))
             yield from (part(expert, view) for expert, view in experts)
-        elif tensor.dim() > 2:
+        elif tensor.dim() > 2 and not isinstance(model.get_submodule(name.rpartition(".")[0]), CONVOLUTIONS):
             raise LayoutError(f"{name} has shape {tuple(tensor.shape)}: no rule names its HF tensors")
         else:
             yield part(name, tensor)

@@ -9,11 +9,11 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from awex_delta.errors import LayoutError, UpdateError
+from awex_delta.errors import LayoutError, UpdateError, listed
 from awex_delta.garbage import uncollected
 from awex_delta.lines.storages import unreadable
+from awex_delta.settings.arguments import require
 
-_MAX_NAMED = 8  # tensors that a message names
 _Places = list[tuple[Any, ...]]  # of each tensor its name, where it lies, and how it looks
 
 
@@ -209,7 +209,8 @@ class Bound:
     """
 
     def __init__(self, view: EngineView) -> None:
-        """Bind nothing yet."""
+        """Bind nothing yet. Raises ConfigError if it is no view."""
+        require(EngineView, "an EngineView, such as TransformersEngine(model)", view=view)
         self._view = view
         self._places: _Places | None = None
         self.parts: tuple[EngineTensor, ...] = ()
@@ -229,7 +230,7 @@ class Bound:
         if not moved and self._places is not None:
             return False
         if self._places is not None:
-            self.moved = _some(moved)
+            self.moved = listed(moved)
         parts = tuple(
             part(one.name, one.view, one.global_shape, one.global_offset, one.tied_to) for one in live
         )
@@ -248,7 +249,7 @@ class Bound:
     def require_unmoved(self) -> None:
         """Check that the engine still computes with what is bound. Raises LayoutError."""
         if moved := self._differing(self._view.tensors()):
-            raise LayoutError(f"weights moved to other memory while they were updated: {_some(moved)}")
+            raise LayoutError(f"weights moved to other memory while they were updated: {listed(moved)}")
 
     def looks(self) -> dict[str, tuple[Any, ...]]:
         """All that an engine says of its tensors when ranks connect, by name."""
@@ -269,10 +270,6 @@ def _differing(before: _Places, after: _Places) -> list[str]:
     """Names of what is not the same before and after."""
     old, new = ({place[0]: place for place in places} for places in (before, after))
     return [name for name in dict.fromkeys((*old, *new)) if old.get(name) != new.get(name)] or ["the order"]
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:_MAX_NAMED]) + (f", ... ({len(names)})" if len(names) > _MAX_NAMED else "")
 
 
 def _places(live: Sequence[EngineTensor]) -> _Places:

@@ -34,12 +34,14 @@ class Catalogue:
     """The manifests of a folder as they are now, each read when it is first asked for.
 
     Attributes:
+        url: of the folder.
         foreign: what is wrong with one of another release, of those that were read; empty if there is none.
     """
 
     def __init__(self, folder: Folder) -> None:
         """List the versions."""
         self._folder = folder
+        self.url = folder.url
         self._read: dict[int, Manifest | str] = {}
         self.versions = tuple(folder.versions())
         self.foreign = ""
@@ -71,12 +73,12 @@ def find_chain(
         target: the version to reach; None for the newest that can be reached.
         refused: ids of versions that turned out to be unusable.
     """
-    problems = [] if catalogue.versions else ["there is no version in the folder"]
+    problems = [] if catalogue.versions else [f"there is no version in {catalogue.url}"]
     candidates = [target] if target is not None else sorted(catalogue.versions, reverse=True)
     for version in candidates:
         tip = catalogue.get(version)
         if tip is None:
-            problems += [] if target is None else [f"version {version} does not exist"]
+            problems += [] if target is None else [f"{catalogue.url} holds no version {version}"]
             continue
         if target is None and held and _is_older(tip, held):
             break  # later versions were withdrawn, and their successors are not there yet

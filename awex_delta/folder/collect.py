@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -11,7 +11,6 @@ from awex_delta.folder.layout import Piece, WholeTensor
 from awex_delta.folder.local import Tensors
 from awex_delta.protocol.comm import Comm
 from awex_delta.wire.codec import as_bytes
-from awex_delta.wire.digest import digests
 
 Taken = dict[tuple[str, Piece], torch.Tensor]
 """Copies of the pieces that one rank writes or gives to a writer, on the CPU."""
@@ -23,25 +22,11 @@ def take_weights(conversion: Conversion, wholes: Sequence[WholeTensor], rank: in
     Raises UnsupportedError if a parameter converts to something else than at connect.
     """
     pieces = {whole.name: [p for p in whole.pieces if p.rank == rank] for whole in wholes}
-    taken: Taken = {}
-    for route in conversion.routes.values():
-        if not any(pieces.get(output.name) for output in route.outputs):
-            continue
-        for name, tensor in conversion.of(route):
-            for piece in pieces.get(name, ()):
-                cut = tensor.detach()[piece.source]
-                taken[name, piece] = cut.to("cpu", copy=True).contiguous()
-    return taken
-
-
-def hash_copies(conversion: Conversion, names: Collection[str]) -> dict[str, int]:
-    """Digests of this rank's parts of some HF tensors, one parameter at a time."""
-    found: dict[str, int] = {}
-    for route in conversion.routes.values():
-        if any(output.name in names for output in route.outputs):
-            converted = conversion.of(route)
-            found |= digests({name: tensor for name, tensor in converted if name in names})
-    return found
+    return {
+        (name, piece): tensor.detach()[piece.source].to("cpu", copy=True).contiguous()
+        for name, tensor in conversion.some({name for name, mine in pieces.items() if mine})
+        for piece in pieces[name]
+    }
 
 
 def bring_together(comm: Comm, taken: Taken, wholes: Sequence[WholeTensor], rank: int) -> Tensors:

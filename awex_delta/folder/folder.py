@@ -65,7 +65,10 @@ class Folder:
         try:
             fs, root = fsspec.core.url_to_fs(url, **(options or {}))
         except (ValueError, ImportError) as error:
-            raise ConfigError(f"weight_update_disk_url={url!r} cannot be opened: {error}") from error
+            raise ConfigError(
+                f"weight_update_disk_url={url!r} cannot be opened: {error}. Remedy: give a path, or the URL "
+                "of a filesystem that fsspec knows and has the package for"
+            ) from error
         self.url = url
         self._root = root.rstrip("/")
         kinds = {fs.protocol} if isinstance(fs.protocol, str) else set(fs.protocol)

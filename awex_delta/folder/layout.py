@@ -16,7 +16,7 @@ import torch
 
 from awex_delta.errors import ConnectError
 from awex_delta.folder.manifest import HfSpace
-from awex_delta.plan.checks import TIED_HEAD, VOCAB_TENSORS
+from awex_delta.plan.checks import EMBEDDINGS, TIED_HEAD, VOCAB_TENSORS
 from awex_delta.plan.describe import WIRE_DTYPES, EngineColumns, EngineSpec
 from awex_delta.plan.rank import Plan, plan_rank
 from awex_delta.plan.shards import TrainingSide, source_of
@@ -24,8 +24,6 @@ from awex_delta.plan.world import World
 
 FOLDER_SEAT = 0
 """The folder's seat in the plan; trainer rank r sits at r + 1."""
-
-EMBEDDING = "model.embed_tokens.weight"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +107,7 @@ def plan_folder(trainers: World, rank: int) -> FolderPlan:
         plan=plan_rank(world, FOLDER_SEAT + 1 + rank),
         space=space,
         wholes=_assign_writers(trainers, side, space),
-        tied={TIED_HEAD: EMBEDDING} if tied else {},
+        tied={TIED_HEAD: next(name for name in EMBEDDINGS if name in shapes)} if tied else {},
     )
 
 

@@ -15,6 +15,7 @@ from awex_delta.protocol.comm import Comm
 from awex_delta.protocol.rendezvous import Rendezvous
 from awex_delta.protocol.session import in_step
 from awex_delta.settings.agreed import DeltaSettings
+from awex_delta.settings.arguments import require
 
 _TEXT_CHARS = 600
 _WIDTH = 4096
@@ -49,8 +50,11 @@ class Peers:
         """Take a seat; nothing is opened.
 
         rendezvous is where the engine's ranks meet, with no trainer ranks; None for one rank alone. Raises
-        ConfigError if the rank is outside the rendezvous, or there are trainer ranks in it.
+        ConfigError if an argument has a wrong type, the rank is outside, or there are trainer ranks in it.
         """
+        require(DeltaSettings, "what resolve(...).settings is", settings=settings)
+        require((Rendezvous, type(None)), "a Rendezvous, or None", rendezvous=rendezvous)
+        require(int, "a whole number", engine_rank=rank)
         self.rank = rank
         self._comm: Comm | None = None
         if rendezvous is None:

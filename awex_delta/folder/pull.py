@@ -59,6 +59,7 @@ class Pulled:
     bytes_read: of the folder.
     bytes_written: to the checkpoint, the journal included.
     problems: what was in the way of a shorter way.
+    unusable: why newer versions than this one could not be reached; empty if it is the newest.
     """
 
     version: int
@@ -67,6 +68,7 @@ class Pulled:
     bytes_read: int = 0
     bytes_written: int = 0
     problems: tuple[str, ...] = ()
+    unusable: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +125,12 @@ class LocalCheckpoint:
         self._links: list[Manifest] = []  # what was applied in it, and whether in place
         self._in_place: list[bool] = []
         self._problems: list[str] = []
+        self._unusable: tuple[str, ...] = ()
+
+    @property
+    def source(self) -> str:
+        """The URL of the folder of versions."""
+        return self._source.url
 
     def marker(self) -> Marker | None:
         """Which version the checkpoint is, None where it is none of a folder's, or is being changed."""
@@ -147,6 +155,8 @@ class LocalCheckpoint:
         self._read_bytes = self._written_bytes = 0
         self._links, self._in_place, self._problems = [], [], []
         self._progress = progress or Progress()
+        if not self.path.exists() and not self._source.versions():  # then nothing is made there
+            raise ChainError(f"there is no version in {self._source.url}")
         with alone(self.path):
             self._finish()
             self._held = self.marker()
@@ -161,6 +171,7 @@ class LocalCheckpoint:
             bytes_read=self._read_bytes,
             bytes_written=self._written_bytes,
             problems=tuple(self._problems),
+            unusable=self._unusable,
         )
 
     def _follow(self, version: int | None) -> Marker:
@@ -193,6 +204,7 @@ class LocalCheckpoint:
             raise DamagedBaseError("the index that was written is gone")
         self._sweep(set(self._held.shards))  # and what a pull left that was killed
         self._problems += chain.problems
+        self._unusable = chain.problems
         return self._held
 
     def _apply(self, held: Marker | None, link: Manifest, *, may_patch: bool) -> bool:

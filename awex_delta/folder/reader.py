@@ -16,6 +16,7 @@ from awex_delta.errors import (
     UpdateError,
     VerificationError,
     WireError,
+    listed,
 )
 from awex_delta.folder.apply import Staged, stage, write
 from awex_delta.folder.chain import Catalogue, Chain, find_chain
@@ -33,8 +34,6 @@ from awex_delta.protocol.verdict import Kind, Reason, Verdict
 from awex_delta.settings.agreed import DeltaSettings
 
 logger = logging.getLogger(__name__)
-
-_MAX_NAMED = 8  # tensors that an error names
 
 
 class DiskReader:
@@ -249,7 +248,7 @@ class DiskReader:
         word = Word(phase="compare", fatal=bool(wrong))
         if wrong:
             self._ledger, self._held = self._ledger.touch(), None
-            names = [f"{', '.join(n[:_MAX_NAMED])} ({len(n)}) after {label}" for label, n in wrong.items()]
+            names = [f"{listed(n)} after {label}" for label, n in wrong.items()]
             word = replace(
                 word, failure="the engine holds other contents than the trainer had: " + "; ".join(names)
             )

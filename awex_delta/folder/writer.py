@@ -15,7 +15,7 @@ from awex_delta.detection.slices import Detection
 from awex_delta.errors import UpdateAborted, WeightsAwayError
 from awex_delta.folder.chain import foreign_version
 from awex_delta.folder.claim import Claim
-from awex_delta.folder.collect import Taken, bring_together, hash_copies, take_weights
+from awex_delta.folder.collect import Taken, bring_together, take_weights
 from awex_delta.folder.content import Digests, Sums, to_text
 from awex_delta.folder.folder import Folder, Step, ignore_step
 from awex_delta.folder.layout import FolderPlan, plan_folder
@@ -31,14 +31,16 @@ from awex_delta.folder.pack import (
 )
 from awex_delta.folder.publish import Job, Publisher, Ranks
 from awex_delta.lines.boxes import BoxMap
+from awex_delta.lines.finite import not_finite
 from awex_delta.plan.pairs import Pair
 from awex_delta.plan.rank import Plan
 from awex_delta.plan.world import World
 from awex_delta.protocol.agreement import Decision
+from awex_delta.protocol.finite import FiniteCheck
 from awex_delta.protocol.ledger import check_version
 from awex_delta.protocol.outgoing import Outgoing
 from awex_delta.protocol.rendezvous import Rendezvous
-from awex_delta.protocol.replicas import parity, warn_of_drift
+from awex_delta.protocol.replicas import hash_copies, parity, warn_of_drift
 from awex_delta.protocol.session import Stopwatch, in_step
 from awex_delta.protocol.stats import UpdateStats
 from awex_delta.protocol.trainer_end import TrainerEnd
@@ -112,6 +114,7 @@ class DiskWriter(TrainerEnd):
             plan=self._plan_folder,
         )
         self._extra = dict(extra_files or {})
+        self._finite, self._num_not_finite = FiniteCheck(settings), 0
         ranks = Ranks(rendezvous, trainer_rank, settings.timeout_seconds)
         folder = Folder(settings.disk_url, options)
         self._claim = Claim(folder, settings.timeout_seconds / 3)  # the other ranks wait meanwhile
@@ -132,6 +135,7 @@ class DiskWriter(TrainerEnd):
         Raises ConnectError if a rank is missing, or what they hold does not fit together.
         Collective: yes, over the trainer ranks.
         """
+        self._comm.require_open("DiskWriter")
         self._join("connect")
 
     def update_weights(self, version: int) -> UpdateStats:
@@ -148,7 +152,7 @@ class DiskWriter(TrainerEnd):
             What this rank packed.
 
         Raises:
-            ConfigError: `version` is not an int of at least 0.
+            ConfigError: `version` is not an int of at least 0, or this is closed.
             ConnectError: ranks are missing, or do not fit.
             WeightsAwayError: live weights of a trainer rank were freed, moved or replaced; nothing was
                 begun. Bring them back and call again.
@@ -158,6 +162,7 @@ class DiskWriter(TrainerEnd):
         Collective: yes, over the trainer ranks.
         """
         check_version(version)
+        self._comm.require_open("DiskWriter")
         watch = Stopwatch()
         self._finish()
         watch.lap("wait")
@@ -180,6 +185,7 @@ class DiskWriter(TrainerEnd):
             self._ledger = self._ledger.abort()
             raise
         self._writing = job, self._background.submit(self._publisher.publish, job)
+        self._finite.tell(stats, self._rank)
         logger.log(
             logging.INFO if self._rank == 0 else logging.DEBUG, "version %d: %s", version, stats.verdict
         )
@@ -259,7 +265,7 @@ class DiskWriter(TrainerEnd):
             packed, here = self._session.attempt("encode", lambda: self._pack_full(taken or {}, scope))
         is_compared = kind is Kind.FULL and scope is not Scope.OFF
         copies = self._session.met.plan.copies if is_compared else {}
-        sums, late = self._session.attempt(None, lambda: hash_copies(outgoing.conversion, copies))
+        sums, late = hash_copies(self._session, copies, outgoing.conversion.some(copies))
         file, digests = packed or (None, {})
         mine = {
             "token": random.getrandbits(62),  # rank 0's names this attempt
@@ -267,12 +273,13 @@ class DiskWriter(TrainerEnd):
             "elements": file.num_elements if file else 0,
             "changed": detection.num_changed,
             "owned": detection.num_owned,
-            "parity": parity(self._rank, copies, sums or {}),
+            "not_finite": self._num_not_finite,
+            "parity": parity(self._rank, copies, sums),
         }
         # Before all agree, because it may fail. If they do not, the next version is full in any case.
         _, last = self._session.attempt(None, self._view.committed)
         facts = self._session.agree("encode", failure or here or late or last, **mine)
-        warn_of_drift(self._session, decision.version, facts, copies, sums or {})
+        warn_of_drift(self._session, decision.version, facts, copies, sums)
         watch.lap("encode")
         stats = self._session.stats(decision, facts, mine=mine, verified=scope.value, seconds=watch.seconds)
         is_delta = kind is Kind.DELTA
@@ -302,7 +309,9 @@ class DiskWriter(TrainerEnd):
         share = detection.num_changed / detection.num_owned if detection.num_owned else 0.0
         codec = cheapest(self._codecs, share, self._publisher.bytes_per_second)
         lines, sums = list[Line](), Sums(self._met.space)
-        for key, changes in outgoing.changes(detection.changes).items():
+        found = outgoing.with_values(detection.changes)
+        self._num_not_finite = self._finite.count(outgoing.not_finite(found))
+        for key, changes in outgoing.changes(found).items():
             pair, end = outgoing.pairs[key], outgoing.ends[key]
             if scope is Scope.FULL:
                 sums.add(self._table(pair).map, elements(end.read, Span(0, pair.numel)))
@@ -332,7 +341,8 @@ class DiskWriter(TrainerEnd):
 
     def _pack_full(self, taken: Taken, scope: Scope) -> tuple[PackedFile | None, Digests]:
         tensors = bring_together(self._comm, taken, self._met.wholes, self._rank)
-        digests = {} if scope is Scope.OFF else digests_of(tensors)
+        self._num_not_finite = self._finite.count(not_finite(tensors))
+        digests = {} if scope is Scope.OFF else digests_of(tensors.items())
         return (pack_tensors(self._file_name("model"), tensors) if tensors else None), digests
 
     def _file_name(self, stem: str) -> str:

@@ -99,6 +99,7 @@ def summary(pair: str, version: int, trainers: Sequence[SideAnswer]) -> UpdateAn
         bytes=first.total_wire_bytes,
         full_bytes=first.full_bytes,
         changed_share=first.total_changed / first.total_owned if first.total_owned else None,
+        not_finite=first.total_not_finite,
         seconds=max(sum(one.seconds.values()) for one in counts),
         phases={phase: max(one.seconds.get(phase, 0.0) for one in counts) for phase in names},
     )

@@ -28,6 +28,9 @@ class Metrics:
         self._failures = counter("awex_delta_failures", "Calls that failed at a side.", verb)
         self._refused = counter("awex_delta_refused", "Calls that did not fit the state of their pair.", verb)
         self._bytes = counter("awex_delta_wire_bytes", "Payload that trainers sent.", kind)
+        self._not_finite = counter(
+            "awex_delta_not_finite_values", "NaN and infinite values that trainers sent.", ("pair",)
+        )
         self._share = gauge(
             "awex_delta_changed_share",
             "Share of the owned elements that the last update with a detection sent as changed.",
@@ -53,6 +56,7 @@ class Metrics:
         pair = answer.pair
         self._of(self._updates, pair, answer.kind, self._word(self._updates, pair, answer.reason)).inc()
         self._of(self._bytes, pair, answer.kind).inc(answer.bytes)
+        self._of(self._not_finite, pair).inc(answer.not_finite)
         self._of(self._version, pair).set(answer.version)
         if answer.changed_share is not None:
             self._of(self._share, pair).set(answer.changed_share)

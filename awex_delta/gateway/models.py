@@ -166,6 +166,8 @@ class UpdateAnswer(BaseModel):
     """Payload of a full sync."""
     changed_share: float | None
     """Share of the owned elements that were sent as changed; None if nothing was detected."""
+    not_finite: int = 0
+    """NaN and infinite values among what was sent."""
     seconds: float
     """Seconds that the slowest trainer rank took."""
     phases: dict[str, float]

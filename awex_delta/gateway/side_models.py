@@ -71,6 +71,7 @@ class Counts(BaseModel):
     total_wire_bytes: Amount
     total_changed: Amount
     total_owned: Amount
+    total_not_finite: Amount = 0
     full_bytes: Amount
     seconds: Annotated[dict[Word, Seconds], Field(max_length=32)]
 
@@ -84,6 +85,7 @@ class Counts(BaseModel):
             total_wire_bytes=stats.total_wire_bytes,
             total_changed=stats.total_changed,
             total_owned=stats.total_owned,
+            total_not_finite=stats.total_not_finite,
             full_bytes=stats.full_bytes,
             seconds=dict(stats.seconds),
         )

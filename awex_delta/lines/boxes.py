@@ -9,13 +9,14 @@ Elements are picked by `index_select`, which on a CPU is several times as fast a
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 # Positions at a time: on a CPU as many as stay in a cache, on a device enough to hide the cost of a call.
 _BLOCK, _DEVICE_BLOCK = 1 << 18, 1 << 22
+_LONG_ROW = 1 << 12  # a longer one is read in parts, so that few widths differ and a block holds many rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,25 +113,25 @@ class BoxMap:
         empty = torch.empty(0, dtype=torch.int64, device=pos.device)
         return torch.cat([empty, *(one for one, _ in found)]), torch.cat([empty, *(one for _, one in found)])
 
-    def everything(self, device: torch.device | None = None) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """All elements, a block at a time, in the order of the target line.
+    def rows(self, device: torch.device) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
+        """All elements, as rows that lie next to each other in both lines: many of one width at a time.
 
         Args:
-            device: where the positions are to lie; None for the CPU.
+            device: where the positions are to lie.
 
         Yields:
-            Positions in the target line and in the source line, int64 [k] each.
+            Where rows begin in the target line and in the source line, int64 [r] each, and their width, box
+            after box as they begin in the target line. A box of one long row comes in parts.
         """
-        boxes = self._on(device or torch.device("cpu"))
-        for block in _blocks(boxes.numels):
-            if self._plain:
-                yield block.number(boxes.target), block.number(boxes.source)
-                continue
-            inside, width = block.number(), block.spread(boxes.width)
-            row = torch.div(inside, width, rounding_mode="floor")
-            inside -= row * width
-            target = block.spread(boxes.target).add_(inside).add_(row * block.spread(boxes.target_pitch))
-            yield target, block.spread(boxes.source).add_(inside).add_(row * block.spread(boxes.source_pitch))
+        for boxes, width in _by_width(self._on(device)):
+            for block in _blocks(boxes.rows, width):
+                row = block.number()
+                target = (row * block.spread(boxes.target_pitch)).add_(block.spread(boxes.target))
+                yield (
+                    target,
+                    row.mul_(block.spread(boxes.source_pitch)).add_(block.spread(boxes.source)),
+                    width,
+                )
 
     def _mapped(self, pos: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         boxes = self._on(pos.device)
@@ -191,12 +192,33 @@ def spread(column: torch.Tensor, counts: torch.Tensor, total: int) -> torch.Tens
     return torch.repeat_interleave(column, counts, output_size=total)
 
 
-def _blocks(counts: torch.Tensor) -> Iterator[_Block]:
-    """All elements of boxes with `counts` elements each, in blocks. Waits for a device once, then at each."""
+def _by_width(boxes: Boxes) -> Iterator[tuple[Boxes, int]]:
+    """The boxes of each width, in the order they are in. One long row becomes several, and a rest."""
+    parts = torch.where(boxes.rows == 1, boxes.width // _LONG_ROW, 0)
+    long = parts.nonzero().view(-1)
+    if long.numel():
+        pitch = torch.full_like(long, _LONG_ROW)
+        cut = replace(boxes.take(long), rows=parts[long], width=pitch)
+        yield replace(cut, source_pitch=pitch, target_pitch=pitch), _LONG_ROW
+    done = parts * _LONG_ROW
+    left = boxes.width - done
+    rest = replace(boxes, source=boxes.source + done, target=boxes.target + done, width=left)
+    widths, order = torch.sort(left, stable=True)
+    widths, counts = torch.unique_consecutive(widths, return_counts=True)
+    for width, some in zip(widths.tolist(), torch.split(order, counts.tolist()), strict=True):
+        if width:
+            yield rest.take(some), width
+
+
+def _blocks(counts: torch.Tensor, width: int = 1) -> Iterator[_Block]:
+    """All items of boxes with `counts` items each, in blocks. Waits for a device once, then at each.
+
+    An item is an element, or a row of `width` elements.
+    """
     ends = counts.cumsum(0)
     total = int(ends[-1]) if ends.numel() else 0
     starts = ends - counts
-    size = _BLOCK if counts.device.type == "cpu" else _DEVICE_BLOCK
+    size = max(1, (_BLOCK if counts.device.type == "cpu" else _DEVICE_BLOCK) // width)
     for begin in range(0, total, size):
         end = min(begin + size, total)
         edge = torch.tensor([begin, end - 1], device=counts.device, dtype=torch.int64)

@@ -59,12 +59,12 @@ class LineEnd:
         """The values at positions `start` up to `stop`: [stop - start] on the CPU."""
         return self.gather(torch.arange(start, stop, device=self._storages().device)).cpu()
 
-    def blocks(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """All elements, a block at a time, in the order of memory.
+    def rows(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """All elements, as rows that lie next to each other in the pair's line and in memory.
 
         Yields:
-            Positions int64 [k] and values [k], on the device of the memory.
+            Where rows begin in the pair's line, int64 [r], and values [r, w], on the device of the memory.
         """
         storages = self._storages()
-        for there, pos in self._map.everything(storages.device):
-            yield pos, storages.gather(there, self._dtype)
+        for there, pos, width in self._map.rows(storages.device):
+            yield pos, storages.gather_rows(there, width, self._dtype)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -75,13 +76,21 @@ class Storages:
             raise LayoutError(f"the tensors of one rank lie on several devices: {sorted(map(str, devices))}")
         self.device = devices.pop()
         self._memories, self._memory_of = _memories(tensors)
+        self._dtypes = {tensor.dtype for tensor in tensors}
         starts = torch.tensor(
             [0, *(tensor.numel() for tensor in tensors)], dtype=torch.int64, device="cpu"
         ).cumsum(0)
         first = torch.tensor([tensor.storage_offset() for tensor in tensors], dtype=torch.int64, device="cpu")
         stops = torch.tensor([memory.stop for memory in self._memories], dtype=torch.int64, device="cpu")
-        # Tables lie where positions do: they are uploaded once.
-        self._starts, self._first, self._stops = (t.to(self.device) for t in (starts, first, stops))
+        sizes = torch.tensor([m.cells.numel() for m in self._memories], dtype=torch.int64, device="cpu")
+        memory_of = torch.tensor(self._memory_of, dtype=torch.int64, device="cpu")
+        backward = (memory_of.diff() == 0) & (first.diff() < 0)
+        sizes[memory_of[1:][backward]] = -1
+        # Tables lie where positions do: they are uploaded once. No size is told of a storage whose tensors
+        # follow each other in another order in the line.
+        self._starts, self._first, self._stops, self._sizes = (
+            table.to(self.device) for table in (starts, first, stops, sizes)
+        )
         self._dims = _dims_table(tensors, self.device)
         self.numel = int(starts[-1])
 
@@ -103,6 +112,34 @@ class Storages:
             else:
                 out[here] = memory.cells.index_select(0, cells).view(memory.dtype).to(dtype)
         return out
+
+    def gather_rows(self, first: torch.Tensor, width: int, dtype: torch.dtype) -> torch.Tensor:
+        """Read rows of elements, each of which lies in one tensor.
+
+        Args:
+            first: int64 [r] on the device of the tensors, r > 0, positions at which rows begin, those in one
+                tensor after those in the tensors before it.
+            width: elements of each row.
+            dtype: what elements of another dtype are cast to.
+
+        Returns:
+            [r, width] in `dtype` on the same device, a copy.
+        """
+        if self._dims is not None or self._dtypes != {dtype}:
+            pos = first[:, None] + torch.arange(width, dtype=torch.int64, device=first.device)
+            return self.gather(pos.view(-1), dtype).view(-1, width)
+        found, cells, edges = self._found(first)
+        counts = edges.diff()
+        # Rows as large as their storage are all of it, unless two are the same, as those of a tied head are.
+        apart = (first.diff() >= width).all()
+        whole = (apart & (counts * width == self._sizes[found])).tolist()
+        parts = torch.split(cells, counts.tolist())
+        rows = [
+            memory.cells if is_whole else memory.cells.unfold(0, width, 1).index_select(0, part).view(-1)
+            for memory, is_whole, part in zip(self._memories[found], whole, parts, strict=True)
+            if is_whole or part.numel()
+        ]
+        return torch.cat(rows).view(-1, width).view(dtype)
 
     def scatter(self, pos: torch.Tensor, value: torch.Tensor) -> None:
         """Overwrite single elements, bit for bit.
@@ -130,15 +167,20 @@ class Storages:
         """
         if not pos.numel():
             return
+        found, cells, edges = self._found(pos)
+        for memory, (start, stop) in zip(self._memories[found], pairwise(edges.tolist()), strict=True):
+            if start < stop:
+                yield memory, cells[start:stop], slice(start, stop)
+
+    def _found(self, pos: torch.Tensor) -> tuple[slice, torch.Tensor, torch.Tensor]:
+        """The storages from the first position to the last, the cells of all in them, and where among the
+        positions those of each storage begin, int64 [storages + 1]. Waits for a device once."""
         first, last = (torch.searchsorted(self._starts, pos[[0, -1]], right=True) - 1).tolist()
         if not 0 <= first <= last < len(self._memory_of):
             raise CorruptFrameError(f"a position lies beyond a line of {self.numel} elements")
-        cells = self._cells(pos, first, last + 1)
-        memories = slice(self._memory_of[first], self._memory_of[last] + 1)
-        edges = [0, *torch.searchsorted(pos, self._stops[memories]).tolist()]
-        for memory, start, stop in zip(self._memories[memories], edges, edges[1:], strict=False):
-            if start < stop:
-                yield memory, cells[start:stop], slice(start, stop)
+        found = slice(self._memory_of[first], self._memory_of[last] + 1)
+        stops = torch.searchsorted(pos, self._stops[found])
+        return found, self._cells(pos, first, last + 1), torch.cat([stops.new_zeros(1), stops])
 
     def _cells(self, pos: torch.Tensor, first: int, last: int) -> torch.Tensor:
         """Offsets in the storages, int64 [n], of positions in the tensors `first` up to `last`."""
@@ -160,15 +202,14 @@ class Storages:
 def _memories(tensors: Sequence[torch.Tensor]) -> tuple[list[_Memory], list[int]]:
     """The storages in the order of the line, and which of them each tensor lies in."""
     found: list[_Memory] = []
-    memory_of, stop, last = [], 0, len(tensors) - 1
-    for place, tensor in enumerate(tensors):
+    memory_of, stop = [], 0
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    places = [(storage.data_ptr(), tensor.dtype) for storage, tensor in zip(storages, tensors, strict=True)]
+    for place, (tensor, storage) in enumerate(zip(tensors, storages, strict=True)):
         memory_of.append(len(found))
         stop += tensor.numel()
-        storage = tensor.untyped_storage()
-        if place < last:
-            after = tensors[place + 1]
-            if storage.data_ptr() == after.untyped_storage().data_ptr() and tensor.dtype is after.dtype:
-                continue
+        if places[place : place + 1] == places[place + 1 : place + 2]:
+            continue
         cells = torch.empty(0, dtype=BITS[tensor.element_size()], device=tensor.device)
         cells.set_(storage, 0, (storage.nbytes() // tensor.element_size(),), (1,))
         found.append(_Memory(stop=stop, cells=cells, dtype=tensor.dtype))

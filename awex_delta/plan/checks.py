@@ -16,8 +16,9 @@ from awex_delta.plan.describe import EngineColumns, EngineSpec, TrainerColumns, 
 from awex_delta.plan.pairs import Pair, engine_line
 from awex_delta.plan.world import World
 
-VOCAB_TENSORS = ("model.embed_tokens.weight", "lm_head.weight")
+EMBEDDINGS = ("model.embed_tokens.weight", "model.language_model.embed_tokens.weight")
 TIED_HEAD = "lm_head.weight"
+VOCAB_TENSORS = (*EMBEDDINGS, TIED_HEAD)
 
 
 def check_ownership(trainers: Sequence[TrainerSpec], rank: int) -> None:
@@ -101,11 +102,11 @@ def check_layouts(world: World) -> None:
         extra = sorted(name for name in held.keys() - offered.keys() if not held[name][1])
         if missing or extra:
             raise LayoutError(
-                f"engine {engine!r} and the trainer name different tensors: only the trainer has "
-                f"{_some(missing)}; only the engine has {_some(extra)}"
+                f"engine {engine!r} and the trainer name different tensors: "
+                f"{_only(missing, extra)}{_about_a_head(missing, extra)}"
             )
         for name, (dtype, alias) in sorted(held.items()):
-            if alias and name in offered and {name, alias} != tied:
+            if alias and name in offered and not {name, alias} <= tied:
                 raise LayoutError(
                     f"{name}: engine {engine!r} ties it to {alias}, but the trainer trains the two "
                     "apart: serve the model with untied weights (tie_word_embeddings)"
@@ -259,6 +260,22 @@ def check_global_shapes(world: World, shapes: Mapping[str, tuple[int, ...]]) -> 
                     f"{name}: the trainer holds shape {list(unpadded)}, engine {engine.engine!r} "
                     f"{list(layout.global_shapes[place])}"
                 )
+
+
+def _only(missing: Sequence[str], extra: Sequence[str]) -> str:
+    sides = (("the trainer", missing), ("the engine", extra))
+    return "; ".join(f"only {side} has {_some(names)}" for side, names in sides if names)
+
+
+def _about_a_head(missing: Sequence[str], extra: Sequence[str]) -> str:
+    """What to do if lm_head is all that differs: one side was told that it is the embedding."""
+    if {*missing, *extra} != {TIED_HEAD}:
+        return ""
+    tied, apart = ("the engine", "the trainer") if missing else ("the trainer", "the engine")
+    return (
+        f": {tied} ties it to the embedding, {apart} does not. Remedy: give both sides a model and a "
+        "configuration of the same tie_word_embeddings"
+    )
 
 
 def _some(names: Sequence[str]) -> str:

@@ -249,6 +249,11 @@ def _cut(
         yield piece
 
 
+def sent_names(plan: TransferPlan) -> frozenset[str]:
+    """The HF tensors that a rank sends in a full sync; of copies on several ranks one is sent."""
+    return frozenset(op.send_shard_meta.name for ops in plan.operations.values() for op in ops)
+
+
 def dense_volume(plan: TransferPlan) -> tuple[int, int]:
     """Bytes and elements that one rank sends or receives in a full sync."""
     operations = [op for ops in plan.operations.values() for op in ops]

@@ -82,22 +82,33 @@ def decide(proposals: Sequence[Proposal], encodings: Sequence[str]) -> Decision:
     if len({trainer.run_id for trainer in trainers}) != 1:
         raise LockstepError("trainer ranks belong to different runs: restart the trainer as a whole")
     run_id, base = trainers[0].run_id, trainers[0].held
-    reasons = []
-    for proposal in proposals:
+    reasons, details = [], [proposal.detail for proposal in proposals]
+    for seat, proposal in enumerate(proposals):
         if proposal.role == "engine":
             ledger = EngineLedger(run_id=proposal.run_id, version=proposal.held, dirty=proposal.dirty)
             reasons.append(max(proposal.reason, ledger.doubt(run_id, base)))
+            if reasons[-1] is Reason.ENGINE_STALE:
+                details[seat] = _stale(proposal, run_id, base)
         elif proposal.held != base:  # an earlier commit reached only some ranks
             reasons.append(max(proposal.reason, Reason.PREVIOUS_ABORTED))
+            details[seat] = f"trainer ranks committed {base} and {proposal.held}"
         else:
             reasons.append(proposal.reason)
     if not any(reasons) and _too_dense(trainers, encodings):
         reasons = [Reason.TOO_DENSE if p.role == "trainer" else Reason.NONE for p in proposals]
     worst = max(reasons)
     ranks = tuple(seat for seat, reason in enumerate(reasons) if reason is worst) if worst else ()
-    detail = next((proposals[seat].detail for seat in ranks if proposals[seat].detail), "")
+    detail = next((details[seat] for seat in ranks if details[seat]), "")
     verdict = Verdict(kind=Kind.FULL if worst else Kind.DELTA, reason=worst, ranks=ranks, detail=detail)
     return Decision(version=versions.pop(), run_id=run_id, base=-1 if base is None else base, verdict=verdict)
+
+
+def _stale(engine: Proposal, run_id: str, base: int | None) -> str:
+    """What an engine holds in place of the base."""
+    if engine.held is None:
+        return f"it holds no version, and the trainer committed {base}"
+    whose = "" if engine.run_id == run_id else " of another run"
+    return f"it holds version {engine.held}{whose}, and the trainer committed {base}"
 
 
 def _too_dense(trainers: Sequence[Proposal], encodings: Sequence[str]) -> bool:

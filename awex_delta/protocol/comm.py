@@ -190,7 +190,7 @@ class Comm(Rows):
         """Leave for good. Peers that still wait here fail at once."""
         self.purpose = "close"  # which gives up nothing that a peer may be about to begin
         self.abandon()
-        self._store = None
+        self._store, self.is_closed = None, True
 
     def gather(self, row: bytes, *, width: int, phase: str) -> list[bytes]:
         """Give one row to every rank and get all rows: see `Rows.gather`."""

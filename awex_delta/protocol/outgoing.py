@@ -12,8 +12,10 @@ from awex_delta.errors import UnsupportedError
 from awex_delta.lines.boxes import BoxMap
 from awex_delta.lines.changes import Changes
 from awex_delta.lines.ends import LineEnd
+from awex_delta.lines.finite import not_finite
 from awex_delta.lines.storages import Storages, unreadable
 from awex_delta.plan.rank import PairKey, Plan
+from awex_delta.plan.shards import sent_names
 from awex_delta.trainers.view import TrainerView, WeightInfo, trainer_line
 
 
@@ -44,6 +46,8 @@ class Outgoing:
         self.conversion = Conversion(view, routes)
         self._device = device
         self._live: Mapping[str, torch.Tensor] = {}  # as of `look`
+        self._whole: dict[str, torch.Tensor] = {}  # what travels whole, once it was converted
+        self._sends = sent_names(plan.dense)
         self.pairs = plan.pairs
         self._line = trainer_line(route.info for route in routes.values())
         self._storages: Storages | None = None
@@ -79,22 +83,39 @@ class Outgoing:
 
     def release(self) -> None:
         """Let go of the weights, at the end of an update or before they are gathered: look at them anew."""
-        self._live, self._storages = {}, None
+        self._live, self._whole, self._storages = {}, {}, None
         self.conversion.release()
+
+    def with_values(self, found: Changes) -> Changes:
+        """Changes in the trainer's line with their values, which are read if detection did not."""
+        if found.value is not None or not found.num_changed:
+            return found
+        return replace(found, value=self._memory().gather(found.pos, torch.bfloat16))
 
     def changes(self, found: Changes) -> dict[PairKey, Changes]:
         """The changes of every line, with values; the same object for engines of one layout.
 
         Args:
-            found: in the trainer's line.
+            found: in the trainer's line, with values.
         """
-        if found.value is None and found.num_changed:
-            found = replace(found, value=self._memory().gather(found.pos, torch.bfloat16))
         mapped: dict[int, Changes] = {}
         for key, pair in self.pairs.items():
             if pair.digest not in mapped:
                 mapped[pair.digest] = _mapped(self._maps[key], found, pair.dtype)
         return {key: mapped[pair.digest] for key, pair in self.pairs.items()}
+
+    def not_finite(self, found: Changes) -> dict[str, int]:
+        """How many values of a delta are NaN or infinite, by name of parameter or tensor that travels whole.
+
+        Args:
+            found: in the trainer's line, with values.
+        """
+        self._memory()  # which converts what travels whole
+        whole = {name: tensor for name, tensor in self._whole.items() if name in self._sends}
+        counts = not_finite(whole)
+        if found.value is not None and not_finite({"": found.value}):
+            counts |= self.counts(Changes(pos=found.pos[~found.value.isfinite()]))
+        return counts
 
     def counts(self, found: Changes) -> dict[str, int]:
         """How many elements of each parameter changed, by key; those without changes are left out."""
@@ -107,8 +128,8 @@ class Outgoing:
             tensors = [live[key] for key in self._line.names]
             for route in self.conversion.routes.values():
                 if route.relocations is None:
-                    tensors += [tensor.detach() for _, tensor in self.conversion.of(route)]
-            self._storages = Storages(tensors)
+                    self._whole |= {name: tensor.detach() for name, tensor in self.conversion.of(route)}
+            self._storages = Storages([*tensors, *self._whole.values()])
         return self._storages
 
 

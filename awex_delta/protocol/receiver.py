@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from awex_delta.engines.view import Bound, EngineTensor, EngineView, publish
-from awex_delta.errors import ConnectError
+from awex_delta.errors import ConnectError, listed
 from awex_delta.lines.boxes import BoxMap
 from awex_delta.lines.ends import LineEnd
 from awex_delta.lines.storages import Storages
@@ -31,11 +31,10 @@ from awex_delta.protocol.stats import UpdateStats
 from awex_delta.protocol.verdict import Kind, Reason
 from awex_delta.protocol.verify import Scope, Verifier
 from awex_delta.settings.agreed import DeltaSettings
+from awex_delta.settings.arguments import require
 from awex_delta.wire.context import numba_is_installed
 
 logger = logging.getLogger(__name__)
-
-_MAX_NAMED = 8  # tensors that an error names
 
 
 class Receiver:
@@ -70,8 +69,12 @@ class Receiver:
             device: where the weights live, None for the CPU.
 
         Raises:
-            ConfigError: a rank or the world size is not allowed.
+            ConfigError: an argument has a wrong type, or a rank or the world size is not allowed.
         """
+        require(Rendezvous, "a Rendezvous", rendezvous=rendezvous)
+        require(str, "a name", engine=engine)
+        require(DeltaSettings, "what resolve(...).settings is", settings=settings)
+        self._bound = Bound(view)
         rendezvous.require_both_sides()
         self._view = view
         self._rank = engine_rank
@@ -79,7 +82,6 @@ class Receiver:
         self._comm = Comm(rendezvous, rendezvous.engine_seat(engine_rank), settings, device)
         self._session = Session(self._comm, settings, self._describe, on_phase)
         self._ledger = EngineLedger()
-        self._bound = Bound(view)
         self._described: dict[str, tuple[Any, ...]] = {}  # what all ranks know of the tensors
         self._targets: dict[str, torch.Tensor] = {}  # in the order of the engine's line
         self._storages: Storages | None = None
@@ -118,10 +120,12 @@ class Receiver:
         """Meet the trainer, agree on the plan, refuse what does not fit. Idempotent.
 
         Raises:
+            ConfigError: it is closed.
             ConnectError: a rank is missing, or the two sides do not fit. No weight was touched.
 
         Collective: yes, over all transfer ranks.
         """
+        self._comm.require_open("Receiver")
         with in_step(self._comm, ConnectError):
             self._session.ensure_connected("connect")
 
@@ -135,7 +139,7 @@ class Receiver:
             What this rank did. Its weights are `version` now, and `ready` is True.
 
         Raises:
-            ConfigError: `version` is not an int of at least 0.
+            ConfigError: `version` is not an int of at least 0, or this is closed.
             ConnectError: ranks are missing, or do not fit.
             UpdateError: the update did not commit, or the view could not publish it. `ready` tells whether
                 the weights are still the version before; if a write had begun, they are not served until a
@@ -144,6 +148,7 @@ class Receiver:
         Collective: yes, over all transfer ranks.
         """
         check_version(version)
+        self._comm.require_open("Receiver")
         watch = Stopwatch()
         with in_step(self._comm):
             self._session.ensure_connected(f"version {version}")
@@ -278,13 +283,12 @@ class Receiver:
 
     def _verify_all(self, verifier: Verifier) -> None:
         for key, pair in self._session.met.plan.pairs.items():
-            verifier.add(Scope.FULL, pair, self._ends[key].blocks)
+            verifier.add(Scope.FULL, pair, self._ends[key].rows)
 
     def _names(self, pair: Pair, pos: torch.Tensor) -> str:
         """The tensors in which some positions of a line lie, for messages."""
         there, _ = BoxMap(pair.stored).map(pos)
-        names = engine_line(self._session.met.world.engines[self._rank].layout).names_at(there)
-        return ", ".join(names[:_MAX_NAMED]) + (", ..." if len(names) > _MAX_NAMED else "")
+        return listed(engine_line(self._session.met.world.engines[self._rank].layout).names_at(there))
 
     def _receive_full(self, watch: Stopwatch, verifier: Verifier, failure: str) -> tuple[int, int, str]:
         """A full sync writes in place, so the engine is dirty from here to the commit."""

@@ -14,13 +14,15 @@ from pydantic.json_schema import SkipJsonSchema
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 from awex_delta.errors import ConfigError, ConnectError
-from awex_delta.settings.address import bare_host, host_and_port, is_loopback, listen
+from awex_delta.settings.address import bare_host, host_and_port, is_loopback, listen, unresolved
 from awex_delta.settings.agreed import DeltaSettings
+from awex_delta.settings.arguments import require
 
 logger = logging.getLogger(__name__)
 
 # A name, or an address, with a zone such as `%eth0` where IPv6 needs one.
 _HOST = r"^([A-Za-z0-9.:%_-]{1,255}|\[[0-9A-Za-z.:%_-]{1,253}\])$"
+_COUNTS = ("num_engine_ranks", "num_trainer_ranks")
 RankCount = Annotated[int, Field(ge=0, le=1 << 20, strict=True)]
 
 
@@ -47,7 +49,10 @@ class Rendezvous:
     store: Annotated[SkipJsonSchema[Store | None], Field(exclude=True)] = None
 
     def __post_init__(self) -> None:
-        for field in ("num_engine_ranks", "num_trainer_ranks"):
+        require(int, "a whole number", **{name: getattr(self, name) for name in (*_COUNTS, "port")})
+        require(str, "a text", host=self.host, name=self.name)
+        require((Store, type(None)), "a store of torch, or None", store=self.store)
+        for field in _COUNTS:
             if getattr(self, field) < 0 or not (self.num_engine_ranks or self.num_trainer_ranks):
                 raise ConfigError(f"{field}={getattr(self, field)}: give the number of ranks of that side")
         if self.store is None and not 0 < self.port < 65536:
@@ -60,7 +65,7 @@ class Rendezvous:
 
     def require_both_sides(self) -> None:
         """Refuse a meeting of one side alone, for updates that travel between ranks. Raises ConfigError."""
-        for field in ("num_engine_ranks", "num_trainer_ranks"):
+        for field in _COUNTS:
             if getattr(self, field) < 1:
                 raise ConfigError(f"{field}={getattr(self, field)}: each side needs at least one rank")
 
@@ -76,14 +81,12 @@ class Rendezvous:
 
     def engine_seat(self, engine_rank: int) -> int:
         """Transfer rank of engine rank `engine_rank` (0-based over all engines)."""
-        if not 0 <= engine_rank < self.num_engine_ranks:
-            raise ConfigError(f"engine_rank={engine_rank} is outside [0, {self.num_engine_ranks})")
+        _require_rank(self.num_engine_ranks, engine_rank=engine_rank)
         return engine_rank
 
     def trainer_seat(self, trainer_rank: int) -> int:
         """Transfer rank of trainer rank `trainer_rank` (0-based over the trainer's world)."""
-        if not 0 <= trainer_rank < self.num_trainer_ranks:
-            raise ConfigError(f"trainer_rank={trainer_rank} is outside [0, {self.num_trainer_ranks})")
+        _require_rank(self.num_trainer_ranks, trainer_rank=trainer_rank)
         return self.num_engine_ranks + trainer_rank
 
     def place(self, seat: int) -> str:
@@ -97,14 +100,29 @@ class Rendezvous:
         return ", ".join(names) or "some rank"
 
     def open_store(self, timeout: timedelta) -> Store:
-        """Connect to the store. Raises ConnectError when nobody answers there."""
+        """Connect to the store. Raises ConnectError if its host does not resolve, or nobody answers there."""
         base = self.store
         if base is None:
+            if why := unresolved(self.host):
+                raise ConnectError(
+                    f"host = {self.host!r} does not resolve on this machine ({why}). Remedy: give an "
+                    "address, or a name that every rank can look up"
+                )
             try:
                 base = TCPStore(bare_host(self.host), self.port, is_master=False, timeout=timeout)
             except RuntimeError as error:
                 raise ConnectError(f"no store answers at {self.address}: {first_line(error)}") from error
         return PrefixStore(self.name, base)
+
+
+def _require_rank(count: int, **given: int) -> None:
+    """Refuse a rank, by the name of its argument, that is none of `count` ranks."""
+    require(int, "a whole number", **given)
+    for name, rank in given.items():
+        if not 0 <= rank < count:
+            raise ConfigError(
+                f"{name}={rank} is outside [0, {count}). Remedy: count all ranks of that side in it"
+            )
 
 
 class Joining(BaseModel):
@@ -139,6 +157,9 @@ def host_store(host: str = "127.0.0.1", port: int = 0, *, settings: DeltaSetting
     Raises:
         ConfigError: this machine has no such address, or the port is taken.
     """
+    require(str, "an address of this machine", host=host)
+    require(int, "a free port, or 0", port=port)
+    require((DeltaSettings, type(None)), "what resolve(...).settings is", settings=settings)
     listener = listen(host, port)
     bound = listener.getsockname()[1]
     warn_without_secret(host, settings)

@@ -7,18 +7,37 @@ times, the others count theirs -1 times, so that all counts add up to zero if co
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from awex_delta.errors import LockstepError
+import torch
+
+from awex_delta.errors import LockstepError, listed
 from awex_delta.protocol.session import Session
+from awex_delta.wire.digest import digests
 
 logger = logging.getLogger(__name__)
 
-_MAX_NAMED = 8  # tensors that a warning names
 _MODULUS = 1 << 63  # what ranks tell in an agreement stays below this
 
 Copies = Mapping[str, tuple[int, ...]]
 """By HF name, the trainer ranks that hold the same part of it."""
+
+
+def hash_copies(
+    session: Session, copies: Copies, tensors: Iterable[tuple[str, torch.Tensor]]
+) -> tuple[Mapping[str, int], str]:
+    """Digests of this rank's parts of HF tensors that others hold too, and why that failed on this rank.
+
+    Args:
+        session: of this rank.
+        copies: see `parity`; empty if nothing is compared, which reads nothing.
+        tensors: this rank's HF tensors, by name.
+    """
+    if not copies:
+        return {}, ""
+    mine = (one for one in tensors if one[0] in copies)
+    found, failure = session.attempt(None, lambda: digests(mine, full_bytes=session.met.full_bytes))
+    return found or {}, failure
 
 
 def parity(rank: int, copies: Copies, sums: Mapping[str, int]) -> int:
@@ -69,7 +88,7 @@ def warn_of_drift(
             "all got those of one rank. Find out why ranks drift: each step can make the difference larger",
             version,
             len(different),
-            ", ".join(different[:_MAX_NAMED]),
+            listed(different),
         )
 
 

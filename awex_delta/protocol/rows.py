@@ -6,7 +6,7 @@ import json
 from abc import ABC, abstractmethod
 from typing import Any
 
-from awex_delta.errors import ConnectError
+from awex_delta.errors import ConfigError, ConnectError
 from awex_delta.protocol.rendezvous import Rendezvous
 
 MAX_BYTES = 1 << 28
@@ -17,6 +17,12 @@ class Rows(ABC):
     """What is built on `gather`."""
 
     rendezvous: Rendezvous
+    is_closed = False
+
+    def require_open(self, kind: str) -> None:
+        """Refuse a call after `close`. Raises ConfigError; `kind` says what was closed."""
+        if self.is_closed:
+            raise ConfigError(f"this {kind} is closed: close() was called. Remedy: make another one")
 
     @abstractmethod
     def gather(self, row: bytes, *, width: int, phase: str) -> list[bytes]:

@@ -13,15 +13,17 @@ from awex_delta.detection.slices import Detection
 from awex_delta.errors import WeightsAwayError
 from awex_delta.lines.changes import Changes
 from awex_delta.lines.ends import LineEnd
+from awex_delta.lines.finite import not_finite
 from awex_delta.observe.runlog.tally import count_parts
 from awex_delta.plan.rank import PairKey
-from awex_delta.plan.shards import dense_volume
+from awex_delta.plan.shards import dense_volume, sent_names
 from awex_delta.protocol.agreement import Decision, check_arrived
+from awex_delta.protocol.finite import FiniteCheck
 from awex_delta.protocol.ledger import check_version
 from awex_delta.protocol.outgoing import Outgoing
 from awex_delta.protocol.pipeline import Pack, send_frames
 from awex_delta.protocol.rendezvous import Rendezvous
-from awex_delta.protocol.replicas import parity, warn_of_drift
+from awex_delta.protocol.replicas import hash_copies, parity, warn_of_drift
 from awex_delta.protocol.session import Stopwatch, in_step
 from awex_delta.protocol.stats import PartCount, UpdateStats
 from awex_delta.protocol.trainer_end import TrainerEnd
@@ -74,13 +76,14 @@ class Sender(TrainerEnd):
             device: where the weights live, None for the CPU.
 
         Raises:
-            ConfigError: a rank or the world size is not allowed.
+            ConfigError: an argument has a wrong type, or a rank or the world size is not allowed.
         """
-        rendezvous.require_both_sides()
         super().__init__(view, rendezvous, trainer_rank, settings, on_phase=on_phase, device=device)
+        rendezvous.require_both_sides()
         self._changed_by_key: Mapping[str, int] | None = None  # of the last committed delta
         self._sums: Mapping[str, int] = {}  # in a full sync, digests of what other ranks hold copies of
         self._unexpected_full = 0
+        self._finite, self._num_not_finite = FiniteCheck(settings), 0
         self._bytes_per_second: float | None = None  # of the last transfer that was large enough to tell
 
     @property
@@ -95,10 +98,12 @@ class Sender(TrainerEnd):
         """Meet the engines, agree on the plan, refuse what does not fit. Idempotent.
 
         Raises:
+            ConfigError: it is closed.
             ConnectError: a rank is missing, or the two sides do not fit. No weight was touched.
 
         Collective: yes, over all transfer ranks.
         """
+        self._comm.require_open("Sender")
         self._join("connect")
 
     def update_weights(self, version: int) -> UpdateStats:
@@ -114,7 +119,7 @@ class Sender(TrainerEnd):
             What this rank did. Every rank of both sides has committed `version`, or failed.
 
         Raises:
-            ConfigError: `version` is not an int of at least 0.
+            ConfigError: `version` is not an int of at least 0, or this is closed.
             ConnectError: ranks are missing, or do not fit.
             WeightsAwayError: live weights of a rank of either side were freed, moved or replaced; nothing
                 was begun. Bring them back and call again.
@@ -124,6 +129,7 @@ class Sender(TrainerEnd):
         Collective: yes, over all transfer ranks.
         """
         check_version(version)
+        self._comm.require_open("Sender")
         watch = Stopwatch()
         try:
             with in_step(self._comm):
@@ -181,6 +187,7 @@ class Sender(TrainerEnd):
 
         counts, failure = self._session.attempt(None, settle)
         mine = {"bytes": num_bytes, "changed": detection.num_changed, "owned": detection.num_owned}
+        mine["not_finite"] = self._num_not_finite
         copies, sums = self._session.met.plan.copies, self._sums
         told = parity(self._rank, copies, sums)
         failure = verifier.failure or failure
@@ -239,7 +246,9 @@ class Sender(TrainerEnd):
         codec = cheapest(self._session.codecs, share, self._bytes_per_second)
         frames: dict[PairKey, list[Pack]] = {}
         total = 0
-        for key, changes in outgoing.changes(detection.changes).items():
+        found = outgoing.with_values(detection.changes)
+        self._num_not_finite = self._finite.count(outgoing.not_finite(found))
+        for key, changes in outgoing.changes(found).items():
             pair, end = outgoing.pairs[key], outgoing.ends[key]
             if not changes.num_changed and not pair.whole:
                 continue
@@ -259,25 +268,36 @@ class Sender(TrainerEnd):
 
     def _verify_all(self, outgoing: Outgoing, verifier: Verifier) -> None:
         for key, pair in outgoing.pairs.items():
-            verifier.add(Scope.FULL, pair, outgoing.ends[key].blocks)
+            verifier.add(Scope.FULL, pair, outgoing.ends[key].rows)
 
     def _send_full(
         self, outgoing: Outgoing, watch: Stopwatch, verifier: Verifier, failure: str
     ) -> tuple[int, int]:
         late = self._gather(outgoing)
         _, later = self._session.attempt(None, outgoing.conversion.convert_together)
-        tensors, here = self._session.attempt("prepare", outgoing.conversion.all)
+        tensors, here = self._session.attempt("prepare", lambda: self._prepare(outgoing))
         self._session.agree("prepare", failure or late or later or here)
         watch.lap("prepare")
         plan = self._session.met.plan.dense
         self._comm.send_weights(tensors or {}, plan, phase="send weights")
         watch.lap("transfer")
-        self._sums = verifier.copies(self._session.met.plan.copies, tensors or {})
+        copies = {} if verifier.scope is Scope.OFF else self._session.met.plan.copies
+        self._sums, failure = hash_copies(self._session, copies, (tensors or {}).items())
+        verifier.failure = verifier.failure or failure
+        watch.lap("digest")
         del tensors
         self._verify_all(outgoing, verifier)
         return dense_volume(plan)
 
+    def _prepare(self, outgoing: Outgoing) -> dict[str, torch.Tensor]:
+        """All HF tensors of this rank."""
+        tensors, sends = outgoing.conversion.all(), sent_names(self._session.met.plan.dense)
+        found = not_finite({name: tensor for name, tensor in tensors.items() if name in sends})
+        self._num_not_finite = self._finite.count(found)
+        return tensors
+
     def _report(self, stats: UpdateStats) -> None:
+        self._finite.tell(stats, self._rank)
         self._unexpected_full = 0 if stats.verdict.reason in _EXPECTED_FULL else self._unexpected_full + 1
         share = stats.total_changed / stats.total_owned if stats.total_owned else 0.0
         logger.log(

@@ -43,6 +43,7 @@ ROW_BYTES = 4096
 """Width of every proposal and every status on the wire."""
 
 _DETAIL_CHARS = 600
+_TOTALS = ("bytes", "changed", "owned", "not_finite")
 
 Value = TypeVar("Value")
 
@@ -281,12 +282,12 @@ class Session:
 
         Args:
             decision: what was agreed at the beginning.
-            facts: what every rank said: `bytes`, `changed` and `owned`, as far as it has them.
+            facts: what every rank said: `_TOTALS`, as far as it has them.
             mine: the same for this rank, and `elements`.
             verified: what was compared.
             seconds: wall time by phase.
         """
-        total = {name: sum(fact.get(name, 0) for fact in facts) for name in ("bytes", "changed", "owned")}
+        total = {name: sum(fact.get(name, 0) for fact in facts) for name in _TOTALS}
         return UpdateStats(
             version=decision.version,
             verdict=decision.verdict,
@@ -297,6 +298,7 @@ class Session:
             total_wire_bytes=total["bytes"],
             total_changed=total["changed"],
             total_owned=total["owned"],
+            total_not_finite=total["not_finite"],
             full_bytes=self.met.full_bytes,
             verified=verified,
             seconds=seconds,

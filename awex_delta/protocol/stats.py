@@ -16,6 +16,8 @@ class UpdateStats:
     num_changed, num_owned: certified changes in the optimizer slices that this rank owns, and their
         size (trainers; 0 where nothing was detected, as in most full syncs).
     total_wire_bytes, total_changed, total_owned: the same, summed over all trainer ranks.
+    total_not_finite: NaN and infinite values among what all trainer ranks sent: in a delta what changed or
+        travels whole, in a full sync everything.
     full_bytes: payload of a full sync of this pairing, over all ranks.
     verified: what was compared before the commit: "off", "touched" or "full".
     seconds: wall time by phase.
@@ -30,6 +32,7 @@ class UpdateStats:
     total_wire_bytes: int = 0
     total_changed: int = 0
     total_owned: int = 0
+    total_not_finite: int = 0
     full_bytes: int = 0
     verified: str = "off"
     seconds: Mapping[str, float] = field(default_factory=dict)

@@ -18,6 +18,7 @@ from awex_delta.protocol.sender import Sender
 from awex_delta.protocol.session import in_step
 from awex_delta.protocol.stats import UpdateStats
 from awex_delta.settings.agreed import DeltaSettings
+from awex_delta.settings.arguments import require
 from awex_delta.trainers.view import SharedTrainerView, TrainerView
 
 
@@ -86,6 +87,11 @@ class Targets:
         Raises:
             ConfigError: there are engine ranks in `trainers`, or the rank is outside of it.
         """
+        require(
+            SharedTrainerView, "a trainer that several targets can follow, such as MegatronTrainer", view=view
+        )
+        require(Rendezvous, "a Rendezvous without engine ranks", trainers=trainers)
+        require(DeltaSettings, "what resolve(...).settings is", settings=settings)
         if trainers.num_engine_ranks:
             raise ConfigError(
                 f"num_engine_ranks={trainers.num_engine_ranks}: the trainer ranks meet by themselves in "
@@ -124,11 +130,14 @@ class Targets:
             trainer ranks alike.
 
         Raises:
-            ConfigError: the name is taken, the trainer ranks are others, or a timeout is longer than that of
-                the trainer's settings: engines of other targets would give up waiting.
+            ConfigError: this is closed, the name is taken, the trainer ranks are others, or a timeout is
+                longer than that of the trainer's settings: engines of other targets would give up waiting.
 
         Call it on every trainer rank, in the same order.
         """
+        self._meeting.require_open("Targets")
+        require(str, "a name", name=name)
+        require(Rendezvous, "a Rendezvous", rendezvous=rendezvous)
         settings = settings or self._settings
         ranks, expected = rendezvous.num_trainer_ranks, self._meeting.rendezvous.num_trainer_ranks
         if name in self._senders:
@@ -188,13 +197,15 @@ class Targets:
             Which targets committed, and which failed. A target that failed did not stop the others.
 
         Raises:
-            ConfigError: a target is not known, or a version is none. The other ranks hear of it at once.
+            ConfigError: this is closed; or a target is not known, or a version is none, of which the other
+                ranks hear at once.
             UpdateAborted: another rank could not begin; says which, and why. Nothing was sent.
             LockstepError: trainer ranks were given different targets or versions. Nothing was sent.
             ConnectError, PeerError: a trainer rank is missing.
 
         Collective: yes, over all trainer ranks, and with each target over its engine ranks.
         """
+        self._meeting.require_open("Targets")
         order, refused = self._order(versions)
         try:
             with in_step(self._meeting):

@@ -23,6 +23,7 @@ from awex_delta.protocol.rendezvous import Rendezvous
 from awex_delta.protocol.session import Session, Stopwatch, in_step
 from awex_delta.protocol.verdict import Reason
 from awex_delta.settings.agreed import DeltaSettings
+from awex_delta.settings.arguments import require
 from awex_delta.trainers.view import TrainerView
 from awex_delta.wire.context import numba_is_installed
 
@@ -53,8 +54,11 @@ class TrainerEnd:
             plan: plans this rank's transfers, if they do not go to the other ranks of the rendezvous.
 
         Raises:
-            ConfigError: a rank, the world size or the encoding is not allowed.
+            ConfigError: an argument has a wrong type, or a rank, the world size or the encoding is refused.
         """
+        require(TrainerView, "a TrainerView, such as MegatronTrainer.attach makes", view=view)
+        require(Rendezvous, "a Rendezvous", rendezvous=rendezvous)
+        require(DeltaSettings, "what resolve(...).settings is", settings=settings)
         self._view = view
         self._device = device
         self._rank = trainer_rank
@@ -135,7 +139,8 @@ class TrainerEnd:
         # failed, and would take it for what is true of the weights that are sent now.
         detection, failure = self._session.attempt("detect", self._view.detect)
         if doubt is not Reason.NONE:
-            return Detection(reason=doubt)
+            detail = f"{self._ledger.version} was committed, {version} was asked for"
+            return Detection(reason=doubt, detail=detail if doubt is Reason.VERSION_GAP else "")
         return detection or Detection(reason=Reason.DETECTION_FAILED, detail=failure)
 
     def _proposal(self, version: int, detection: Detection, failure: str) -> Proposal:

@@ -27,6 +27,7 @@ class Reason(IntEnum):
     STATE_REPLACED = 33
     STEP_DISPROVED = 34
     UNSEEN_CHANGE = 35
+    MOMENTS_COARSE = 36
     NOT_ADAMW = 40
     MOMENTS_MISSING = 41
     MOMENTS_INVALID = 42
@@ -59,10 +60,11 @@ _REASON_TEXT: Mapping[Reason, str] = {
     Reason.UNSEEN_CHANGE: "weights changed outside of the optimizer steps that were captured",
     Reason.STATE_REPLACED: "masters or moments were moved, replaced or written by something else than a step",
     Reason.STEP_DISPROVED: "a sample of the masters contradicts the recorded step",
+    Reason.MOMENTS_COARSE: "moments are kept too coarsely to invert a step: take the method capture",
     Reason.NOT_ADAMW: "the optimizer is not a decoupled AdamW",
     Reason.MOMENTS_MISSING: "exp_avg or exp_avg_sq is missing",
     Reason.MOMENTS_INVALID: "exp_avg or exp_avg_sq is not finite, is negative, or has an unsupported dtype",
-    Reason.NO_FP32_MASTER: "a trained parameter has no fp32 master weight",
+    Reason.NO_FP32_MASTER: "a trained parameter has no fp32 master weight, whole or as a remainder",
     Reason.MASTER_MISMATCH: "the model's weights are not the rounded masters (was the model reloaded?)",
     Reason.HYPERPARAMETERS_INVALID: "the recorded step or hyper-parameters cannot be inverted",
     Reason.STATE_AWAY: "masters or moments were freed or moved (are they offloaded?)",

@@ -9,13 +9,13 @@ are equal. Sums by tensor are taken only after a mismatch, to name it. Nothing i
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import Any
 
 import torch
 
-from awex_delta.errors import LockstepError, VerificationError
+from awex_delta.errors import LockstepError, VerificationError, listed
 from awex_delta.lines.space import Space
 from awex_delta.plan.pairs import Pair, engine_line
 from awex_delta.protocol.agreement import Decision
@@ -25,17 +25,17 @@ from awex_delta.settings.agreed import DeltaSettings
 from awex_delta.wire.digest import (
     MODULUS,
     as_unsigned,
-    digests,
     pays_to_compile,
     signed,
     sum_at,
     sums_by_group,
 )
 
-_MAX_NAMED = 8  # tensors that an error names
-
 Content = Callable[[], Iterable[tuple[torch.Tensor, torch.Tensor]]]
-"""Gives elements of a pair's line, some at a time: positions int64 [k], and values [k] on the same device."""
+"""Gives elements of a pair's line, some at a time: positions int64 [k], and values on the same device.
+
+Values are [k], or rows [k, w] of elements next to each other, and positions those of the first of each row.
+"""
 
 
 class Scope(StrEnum):
@@ -98,18 +98,6 @@ class Verifier:
         self._sums[pair.digest] = (self._sums.get(pair.digest, 0) + (total or 0)) % MODULUS
         self.failure = self.failure or failure
         self._watch.lap("digest")
-
-    def copies(self, names: Collection[str], tensors: Mapping[str, torch.Tensor]) -> Mapping[str, int]:
-        """Digests of HF tensors of which other ranks hold copies, as far as this update compares anything."""
-        if self.scope is Scope.OFF:
-            return {}
-        there = {name: tensors[name] for name in names if name in tensors}
-        device = next((tensor.device for tensor in there.values()), torch.device("cpu"))
-        compiled = pays_to_compile(device, self._session.met.full_bytes)
-        found, failure = self._session.attempt(None, lambda: digests(there, compiled=compiled))
-        self.failure = self.failure or failure
-        self._watch.lap("digest")
-        return found or {}
 
     def agree(self) -> None:
         """Compare the digests of all ranks.
@@ -193,11 +181,7 @@ def _are_sums(told: Any, count: int) -> bool:
 
 
 def _explanation(version: int, differ: Mapping[int, Sequence[str]]) -> str:
-    named = "; ".join(
-        f"engine rank {rank}: {', '.join(names[:_MAX_NAMED])}"
-        + (f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else "")
-        for rank, names in differ.items()
-    )
+    named = "; ".join(f"engine rank {rank}: {listed(names)}" for rank, names in differ.items())
     return (
         f"version {version} was given up: live weights differ from the trainer's after the writes, "
         f"{named}. The next update is a full sync"

@@ -29,6 +29,15 @@ def is_loopback(host: str) -> bool:
     return (mapped or address).is_loopback
 
 
+def unresolved(host: str) -> str:
+    """Why a host has no address, as this machine looks it up now; empty if it has one."""
+    try:
+        socket.getaddrinfo(bare_host(host), None)
+    except (OSError, UnicodeError) as error:
+        return str((error.strerror if isinstance(error, OSError) else None) or error)
+    return ""
+
+
 def listen(host: str, port: int) -> socket.socket:
     """A socket that listens on one address of this machine: of a name's addresses, IPv4 before IPv6.
 
@@ -41,9 +50,11 @@ def listen(host: str, port: int) -> socket.socket:
         family, *_, address = min(found, key=lambda one: one[0] is not socket.AF_INET)
         both = host == "::" and socket.has_dualstack_ipv6()
         return socket.create_server(address, family=family, dualstack_ipv6=both)
-    except (OSError, UnicodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else error
+    except (OSError, UnicodeError, OverflowError) as error:
+        why = (
+            error.strerror.partition(" (while")[0] if isinstance(error, OSError) and error.strerror else error
+        )
         raise ConfigError(
-            f"host={host!r}, port={port}: cannot listen there ({why or error}); "
+            f"host={host!r}, port={port}: cannot listen there ({why}); "
             "give an address of this machine and a free port"
         ) from error

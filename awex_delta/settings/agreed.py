@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Self
 
-from awex_delta.errors import ConfigError
-from awex_delta.settings.schema import SECRET_SOURCE, TrainEngineConfig
+from awex_delta.settings.arguments import require
+from awex_delta.settings.schema import TrainEngineConfig
 
 _KEY = "setting"
 
@@ -28,9 +27,20 @@ class Setting:
     local: bool = False
     true_for: str | None = None
 
+    @property
+    def annotation(self) -> Any:
+        """The type of the setting."""
+        return TrainEngineConfig.model_fields[self.name].annotation
+
     def means(self, written: object) -> Any:
         """The value of the field, when the setting has the value `written`."""
         return written if self.true_for is None else written == self.true_for
+
+    def written(self, value: object) -> Any:
+        """What the setting has to be for the field to have this value."""
+        if self.true_for is None or not isinstance(value, bool):
+            return value
+        return self.true_for if value else TrainEngineConfig.model_fields[self.name].default
 
 
 def _setting(
@@ -68,6 +78,7 @@ class DeltaSettings:
         "weight_update_connect_timeout_seconds", "DTE_CONNECT_TIMEOUT_SECONDS", local=True
     )
     secret_source: str = _setting("weight_update_secret_source", "DTE_SECRET_SOURCE", local=True)
+    not_finite: str = _setting("weight_update_not_finite", "DTE_NOT_FINITE", local=True)
     transport: str = _setting("weight_update_transport", "DTE_TRANSPORT")
     disk_url: str = _setting("weight_update_disk_url", "DTE_DISK_URL")
     disk_kind: str = _setting("weight_update_disk_kind", "DTE_DISK_KIND")
@@ -75,12 +86,15 @@ class DeltaSettings:
     read_workers: int = _setting("weight_update_read_workers", "DTE_READ_WORKERS", local=True)
 
     def __post_init__(self) -> None:
-        """Refuse a secret that stands where its place is asked for: settings are shown, logged and sent."""
-        if not re.fullmatch(SECRET_SOURCE, self.secret_source):
-            raise ConfigError(
-                "secret_source (not shown) says where the secret is: write file:PATH, or env:NAME for a "
-                "variable of the environment of every rank"
-            )
+        """Refuse what the settings that the fields stand for would refuse, but for the limits of counts.
+
+        Below those an update costs more, and is right: buckets of a few hundred bytes, for one.
+        """
+        given = {name: getattr(self, name) for name in SETTINGS}
+        counts = {name for name, kept in SETTINGS.items() if kept.annotation is int}
+        require(int, "a whole number", **{name: given[name] for name in sorted(counts)})
+        written = {SETTINGS[n].name: SETTINGS[n].written(given[n]) for n in SETTINGS.keys() - counts}
+        TrainEngineConfig(backend="", **written)
 
     @classmethod
     def of(cls, train: TrainEngineConfig) -> Self:

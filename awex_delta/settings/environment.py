@@ -15,6 +15,7 @@ from typing import Any, get_args
 
 from awex_delta.errors import ConfigError
 from awex_delta.settings.agreed import SETTINGS, DeltaSettings, Setting
+from awex_delta.settings.arguments import require
 from awex_delta.settings.resolve import ResolvedDelta
 from awex_delta.settings.schema import TrainEngineConfig
 
@@ -45,6 +46,7 @@ def worker_environment(resolved: ResolvedDelta) -> dict[str, str]:
     `scrub_worker_environment() | worker_environment(resolved)`. `settings_from_environment` rebuilds the same
     settings from them.
     """
+    require(ResolvedDelta, "what resolve() returned", resolved=resolved)
     settings = resolved.settings
     every = {setting.variable: str(getattr(settings, field)) for field, setting in SETTINGS.items()}
     return every | dict.fromkeys(_ALWAYS, str(int(settings.enabled)))
@@ -55,7 +57,7 @@ def scrub_worker_environment(environ: Mapping[str, str] | None = None) -> dict[s
 
     So inherited ones mean nothing.
     """
-    source = os.environ if environ is None else environ
+    source = _environ(environ)
     return {name: value for name, value in source.items() if name not in _VARIABLES}
 
 
@@ -73,7 +75,7 @@ def settings_from_environment(environ: Mapping[str, str] | None = None) -> Delta
         ConfigError: a value cannot be read, the set is incomplete, or a name looks like a misspelling of
             one of ours. Other names that begin with `DTE_` are left alone.
     """
-    source = os.environ if environ is None else environ
+    source = _environ(environ)
     _refuse_misspelled(source)
     if not _flag(source, _TRANSFER):
         return DeltaSettings(enabled=False, secret_source=source.get(_SECRET_SOURCE, ""))
@@ -85,6 +87,11 @@ def settings_from_environment(environ: Mapping[str, str] | None = None) -> Delta
         if field == "anchor_interval" or setting.variable in source:
             values[field] = _value(source, setting, getattr(_DEFAULTS, field))
     return DeltaSettings(**values)
+
+
+def _environ(environ: Mapping[str, str] | None) -> Mapping[str, str]:
+    require((Mapping, type(None)), "a mapping of names to texts, or None", environ=environ)
+    return os.environ if environ is None else environ
 
 
 def _flag(source: Mapping[str, str], variable: str) -> bool:

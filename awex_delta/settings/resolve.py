@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from operator import attrgetter
 
 from awex_delta.errors import ConfigError
 from awex_delta.settings.agreed import DeltaSettings
 from awex_delta.settings.allocation import ENGINE_BACKENDS, TRAINER_BACKENDS, Allocation, parse_allocation
+from awex_delta.settings.arguments import require
 from awex_delta.settings.schema import RolloutConfig, SchedulingStrategy, TrainEngineConfig, WorldSizePolicy
 
 __all__ = [
@@ -54,22 +56,21 @@ def resolve(train: TrainEngineConfig, rollout: RolloutConfig) -> ResolvedDelta:
     which guards full syncs, too. Raises ConfigError if deltas are on and cannot work; it lists every setting
     at fault with its value and remedy.
     """
+    require(TrainEngineConfig, "a TrainEngineConfig", train=train)
+    require(RolloutConfig, "a RolloutConfig", rollout=rollout)
     if not train.enable_delta_weight_update:
         source = train.weight_update_secret_source
         return ResolvedDelta(settings=DeltaSettings(enabled=False, secret_source=source))
     problems = [*_train_problems(train), *_disk_problems(train), *_rollout_problems(rollout)]
+    topology = None
+    with suppress(ConfigError):  # which is one of the problems
+        topology = Topology(
+            trainer=parse_allocation(train.backend, backends=TRAINER_BACKENDS),
+            engine=parse_allocation(rollout.backend, backends=ENGINE_BACKENDS),
+        )
+        problems += _world_size_problems(train, topology)
     if problems:
         raise ConfigError("enable_delta_weight_update = True cannot work with\n" + "\n".join(problems))
-    topology = Topology(
-        trainer=parse_allocation(train.backend, backends=TRAINER_BACKENDS),
-        engine=parse_allocation(rollout.backend, backends=ENGINE_BACKENDS),
-    )
-    if train.weight_update_transport == "p2p":  # through a folder the two sides form no world
-        check_world_size(
-            num_trainer_ranks=topology.trainer.world_size,
-            num_engine_ranks=topology.engine.world_size,
-            policy=train.world_size_policy,
-        )
     return ResolvedDelta(settings=DeltaSettings.of(train), topology=topology)
 
 
@@ -92,6 +93,19 @@ def check_world_size(*, num_trainer_ranks: int, num_engine_ranks: int, policy: W
             f"train.backend or rollout.backend so that the ranks add up to {below} or {2 * below}, or set "
             "world_size_policy: any"
         )
+
+
+def _world_size_problems(train: TrainEngineConfig, topology: Topology) -> Iterator[str]:
+    if train.weight_update_transport == "disk":
+        return  # through a folder the two sides form no world
+    try:
+        check_world_size(
+            num_trainer_ranks=topology.trainer.world_size,
+            num_engine_ranks=topology.engine.world_size,
+            policy=train.world_size_policy,
+        )
+    except ConfigError as error:
+        yield f"  {error}"
 
 
 def _train_problems(train: TrainEngineConfig) -> Iterator[str]:

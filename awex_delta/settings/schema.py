@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import difflib
 import reprlib
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal, Self
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, Self, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic.fields import FieldInfo
 
 from awex_delta.errors import ConfigError
+from awex_delta.settings.arguments import require
 
 WorldSizePolicy = Literal["power_of_two", "any"]
+NotFinite = Literal["warn", "refuse"]
 DeltaVerify = Literal["off", "touched", "full"]
 DeltaMethod = Literal["adamw", "capture", "snapshot"]
 Transport = Literal["p2p", "disk"]
@@ -64,8 +67,9 @@ class Section(BaseModel):
     def load(cls, data: Mapping[str, object]) -> Self:
         """Build from plain data, such as one section of a YAML file; a setting left out takes its default.
 
-        Raises ConfigError if a setting is unknown, missing, or has a wrong type or value.
+        Raises ConfigError if `data` is no mapping, or a setting is unknown, missing, or has a wrong value.
         """
+        require(Mapping, f"the settings of {cls.__name__} by name", data=data)
         values: dict[str, Any] = {str(key): value for key, value in data.items()}
         return cls(**values)
 
@@ -73,7 +77,7 @@ class Section(BaseModel):
 class _SideConfig(Section):
     """What the two sides have in common."""
 
-    backend: str
+    backend: str = Field(examples=["megatron:d2p1t4 (trainer)", "sglang:d2t4 (engines)"])
     """Allocation string: which backend runs on how many ranks, such as `megatron:d2p1t4`, `fsdp:d8`
     or `torch:d1` on the trainer's side and `sglang:d2t4p1` or `vllm:d1t2` on the engines'."""
 
@@ -150,17 +154,24 @@ class TrainEngineConfig(_SideConfig):
     weight_update_release_grad_buffers: bool = False
     """Free Megatron's gradient buffers for the transfer; they are restored whatever happens."""
 
-    weight_update_secret_source: str = Field(default="", pattern=SECRET_SOURCE)
+    weight_update_secret_source: str = Field(
+        default="", pattern=SECRET_SOURCE, examples=["file:PATH", "env:NAME"]
+    )
     """Where each rank finds the secret that all ranks of a pairing share: `file:PATH`, a file that only its
     owner can read, or `env:NAME`, a variable of each rank's environment. Each rank proves to every other that
     it holds the secret, and what they tell each other is sealed with it. Empty: whoever reaches the store can
     take a seat. It counts with `enable_delta_weight_update` off, too. See docs/en/security.md."""
 
+    weight_update_not_finite: NotFinite = "warn"
+    """What is done about weights that are NaN or infinite. `warn`: they are sent, counted, and told of once.
+    `refuse`: the update fails on all ranks before any engine is written. A delta looks at what changed and at
+    what travels whole, a full sync at everything that it sends."""
+
     weight_update_transport: Transport = "p2p"
     """How updates reach the engines. `p2p`: from rank to rank, all of them at once. `disk`: through a
     folder that both sides reach, each at its own pace. See docs/en/disk.md."""
 
-    weight_update_disk_url: str = ""
+    weight_update_disk_url: str = Field(default="", examples=["/shared/run", "s3://bucket/run"])
     """The folder of `weight_update_transport: disk`: a local or shared path, or any URL that fsspec
     knows, such as `s3://bucket/run`."""
 
@@ -210,12 +221,33 @@ def _without_version_alias(data: Mapping[str, Any]) -> dict[str, Any]:
     return renamed
 
 
+_TYPES = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
+_BOUNDS = (("ge", "from"), ("gt", "above"), ("le", "up to"), ("lt", "below"))
+
+
+def _to_write(field: FieldInfo) -> str:
+    """What to write for a setting, by its type, its limits and its examples."""
+    if get_origin(field.annotation) is Literal:
+        return f"write {' or '.join(get_args(field.annotation))}"
+    kinds = [kind for kind in get_args(field.annotation) or [field.annotation] if kind in _TYPES]
+    limits = [
+        f" {word} {getattr(rule, bound)}"
+        for bound, word in _BOUNDS
+        for rule in field.metadata
+        if hasattr(rule, bound)
+    ]
+    what = " or ".join(_TYPES[kind] for kind in kinds) or "what docs/en/configuration.md says"
+    default = "" if field.is_required() or isinstance(field.default, bool | BaseModel) else field.default
+    examples = field.examples or [str(default)] * (default not in ("", None))
+    return f"write {what}{''.join(limits)}" + (f", such as {' or '.join(examples)}" if examples else "")
+
+
 def _explain(model: type[BaseModel], error: ValidationError) -> str:
     """One line for each refused setting: its name, its value, what is wrong, and the remedy."""
     lines = []
     for item in error.errors(include_url=False, include_context=False):
         field = ".".join(map(str, item["loc"]))
-        remedy = _remedy(model, item["type"], str(item["loc"][0]))
+        remedy = _remedy(model, item["type"], item["loc"])
         if item["type"] == "missing":
             lines.append(f"{field} is missing. Remedy: {remedy}")
         else:
@@ -225,10 +257,15 @@ def _explain(model: type[BaseModel], error: ValidationError) -> str:
     return f"{model.__name__} is refused\n" + "\n".join(lines)
 
 
-def _remedy(model: type[BaseModel], error_type: str, field: str) -> str:
-    """What to do about an unknown setting, or the documentation of one that has a wrong value."""
-    known = model.model_fields
-    if field in known and error_type != "extra_forbidden":
-        return " ".join((known[field].description or "").split())
+def _remedy(model: type[BaseModel], error_type: str, place: Sequence[int | str]) -> str:
+    """What to do about an unknown setting, or what to write for one that has a wrong value."""
+    known, (first, *inner) = model.model_fields, place
+    field = str(first)
+    if field in known:
+        kind = known[field].annotation
+        if inner and isinstance(kind, type) and issubclass(kind, BaseModel):
+            return _remedy(kind, error_type, inner)
+        if error_type != "extra_forbidden":
+            return _to_write(known[field])
     close = difflib.get_close_matches(field, known, n=1)
     return f"did you mean {close[0]}?" if close else f"remove it; known settings: {', '.join(known)}"

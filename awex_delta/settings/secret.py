@@ -33,11 +33,14 @@ def read_file(kind: str, path: Path) -> str:
     """
     try:
         if path.stat().st_mode & 0o077:
-            raise ConfigError(f"{kind} file {path} can be read by others: chmod 600 {path}")
+            raise ConfigError(f"{kind} file {path} can be read by others. Remedy: chmod 600 {path}")
         with path.open(encoding="utf-8") as file:  # some files, such as devices, never end
             text = file.read(_MAX_FILE_CHARS).strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{kind} file {path} cannot be read: {type(error).__name__}") from error
+        raise ConfigError(
+            f"{kind} file {path} cannot be read: {type(error).__name__}. Remedy: name a file of text that "
+            "only its owner can read"
+        ) from error
     check_text(kind, text)
     return text
 

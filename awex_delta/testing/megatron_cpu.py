@@ -23,13 +23,13 @@ _CPU = torch.device("cpu")
 
 
 class _NoStream:
-    """Stands for `torch.cuda.Stream` and `Event`: all work is done when a call returns."""
+    """Stands for `torch.cuda.Stream` and `Event`: all work is done when a call returns, which is itself."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
 
-    def __getattr__(self, _: str) -> Callable[..., None]:
-        return lambda *_, **__: None
+    def __getattr__(self, _: str) -> Callable[..., _NoStream]:
+        return lambda *_, **__: self
 
 
 class _CudaKeywordOnCpu(TorchFunctionMode):

@@ -1,4 +1,4 @@
-"""Tiny Qwen3 and Qwen3-MoE trainings on megatron-core: real model, real optimizer, real text.
+"""Tiny trainings on megatron-core: real model (Qwen3 or a relative of it), real optimizer, real text.
 
 They run on the CPU, through `megatron_cpu`. Weights start equal in every parallel layout: each is
 drawn whole from a generator seeded by its name, and cut for the rank.
@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import sysconfig
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import transformers
 from megatron.core import parallel_state as mpu
 from megatron.core.distributed import (
     DistributedDataParallel,
@@ -27,7 +28,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
-from transformers import PretrainedConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import PretrainedConfig
 
 from awex_delta.testing.megatron_cpu import cpu_device, install
 
@@ -51,7 +52,7 @@ class TinySpec:
     bucket_size: elements of a gradient bucket; None is Megatron's choice.
     """
 
-    model: Literal["qwen3", "qwen3-moe"] = "qwen3"
+    model: Literal["qwen3", "qwen3-moe", "qwen2", "llama", "mistral"] = "qwen3"
     tp: int = 1
     pp: int = 1
     virtual_pp: int = 1
@@ -145,8 +146,12 @@ class TinyTrainer:
             yield torch.stack([text[start : start + length] for start in starts.tolist()])
 
 
-def build_trainer(spec: TinySpec) -> TinyTrainer:
+def build_trainer(
+    spec: TinySpec, wrap: Callable[[GPTModel], torch.nn.Module] = lambda model: model
+) -> TinyTrainer:
     """Build the model chunks, gradient buffers and optimizer of this rank, from the same spec on all ranks.
+
+    A model chunk is trained as `wrap` returns it, such as beside a part for images.
 
     Collective: over the default process group, which must exist (Gloo) and holds only trainers.
     """
@@ -171,7 +176,7 @@ def build_trainer(spec: TinySpec) -> TinyTrainer:
             bucket_size=spec.bucket_size,
         )
         chunks = [
-            DistributedDataParallel(config, ddp_config, _model_chunk(spec, config, stage))
+            DistributedDataParallel(config, ddp_config, wrap(_model_chunk(spec, config, stage)))
             for stage in range(spec.virtual_pp)
         ]
         optimizer = get_megatron_optimizer(
@@ -208,16 +213,13 @@ def hf_config(spec: TinySpec) -> PretrainedConfig:
         "tie_word_embeddings": spec.tied,
         "dtype": torch.bfloat16,
     }
-    if spec.model == "qwen3":
-        return Qwen3Config(**common, architectures=["Qwen3ForCausalLM"])
-    return Qwen3MoeConfig(
-        **common,
-        architectures=["Qwen3MoeForCausalLM"],
-        num_experts=spec.experts,
-        num_experts_per_tok=2,
-        moe_intermediate_size=spec.ffn,
-        norm_topk_prob=True,
-    )
+    if spec.model == "qwen3-moe":
+        common |= {"num_experts": spec.experts, "num_experts_per_tok": 2, "moe_intermediate_size": spec.ffn}
+        common["norm_topk_prob"] = True
+    name = spec.model.title().replace("-", "")
+    config: PretrainedConfig = getattr(transformers, f"{name}Config")(**common)
+    config.architectures = [f"{name}ForCausalLM"]
+    return config
 
 
 def _transformer_config(spec: TinySpec) -> TransformerConfig:
@@ -249,8 +251,9 @@ def _transformer_config(spec: TinySpec) -> TransformerConfig:
         use_cpu_initialization=True,
         normalization="RMSNorm",
         layernorm_epsilon=1e-6,
-        qk_layernorm=True,
+        qk_layernorm=spec.model.startswith("qwen3"),
         add_bias_linear=False,
+        add_qkv_bias=spec.model == "qwen2",
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
         hidden_dropout=0.0,
@@ -305,9 +308,9 @@ def _global_name(spec: TinySpec, model: GPTModel, name: str) -> str:
 def _initial_shard(spec: TinySpec, name: str, param: Any) -> torch.Tensor:
     """This rank's part of the whole initial tensor, fp32, in the shape of `param`."""
     generator = torch.Generator().manual_seed((spec.seed << 32) + zlib.crc32(name.encode()))
-    if param.dim() == 1:
+    if param.dim() == 1 and not name.endswith("bias"):
         return torch.randn(param.shape, generator=generator, dtype=torch.float32, device="cpu") * 0.1 + 1
-    if not (hasattr(param, "tensor_model_parallel") and param.tensor_model_parallel):
+    if not (hasattr(param, "partition_dim") and param.tensor_model_parallel):
         return spec.init_std * torch.randn(
             param.shape, generator=generator, dtype=torch.float32, device="cpu"
         )

@@ -11,11 +11,12 @@ import torch
 
 from awex_delta.detection.pieces import Piece, Runs, Scratch, in_order, nonzero, pieces
 from awex_delta.detection.slices import Detection, OwnedSlice
-from awex_delta.errors import AwexDeltaError, ConfigError, UnsupportedError
+from awex_delta.errors import AwexDeltaError, ConfigError, UnsupportedError, listed
 from awex_delta.lines.bits import add_codes, round_to_bf16, step_code
 from awex_delta.lines.changes import Changes
 from awex_delta.lines.storages import unreadable
 from awex_delta.protocol.verdict import Reason
+from awex_delta.settings.arguments import require
 from awex_delta.trainers.view import GatheringTrainerView, TrainerLayout, TrainerView, WeightInfo
 
 _PIECE = 1 << 20
@@ -52,6 +53,8 @@ class EmaShadow:
             ConfigError: `alpha` is outside (0, 1].
             UnsupportedError: a trained weight has no fp32 master, or is not current on this rank.
         """
+        require(GatheringTrainerView, "a trainer whose ranks gather, such as MegatronTrainer", view=view)
+        require((int, float), "a number", alpha=alpha)
         if not (math.isfinite(alpha) and 0.0 < alpha <= 1.0):
             raise ConfigError(f"alpha={alpha}: give the weight of the policy in each average, in (0, 1]")
         known = view.detect()
@@ -223,7 +226,7 @@ class EmaShadow:
         expected = {key: tensor.numel() for key, tensor in self._averages.items()}
         if sizes != expected:
             wrong = sorted(key for key in sizes | expected if sizes.get(key) != expected.get(key))
-            raise ConfigError(f"averages of another layout: {wrong[0]} and {len(wrong) - 1} more differ")
+            raise ConfigError(f"averages of another layout: {listed(wrong)} differ")
         for key, tensor in state.items():
             self._averages[key].copy_(tensor)
         self._changes = Changes.none()

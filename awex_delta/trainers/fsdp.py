@@ -19,7 +19,7 @@ from torch import nn
 from awex_delta.detection.baselines import Baselines
 from awex_delta.detection.optimizers import SteppedParams, local, moments, step_counts
 from awex_delta.detection.slices import Detection, OwnedSlice, param_key
-from awex_delta.engines.transformers import is_fused_experts, split_experts
+from awex_delta.engines.transformers import CONVOLUTIONS, is_fused_experts, split_experts
 from awex_delta.errors import LayoutError, UnsupportedError
 from awex_delta.protocol.verdict import Reason
 from awex_delta.settings.agreed import DeltaSettings
@@ -229,7 +229,10 @@ class FsdpTrainer:
         held, shape = self._held[key], self._infos[key].shape
         like = torch.empty(shape, dtype=held.tensor.dtype, device="meta")
         fused = is_fused_experts(held.name)
-        if (fused and shape[1:] != held.part.whole[1:]) or (not fused and len(shape) > 2):
+        plain = len(shape) < 3 or isinstance(
+            self._model.get_submodule(".".join(held.path[:-1])), CONVOLUTIONS
+        )
+        if shape[1:] != held.part.whole[1:] if fused else not plain:
             raise UnsupportedError(
                 f"{held.name}: this rank holds {shape} of {held.part.whole}, and no rule names the HF "
                 "tensors of such a part. Remedy: shard it along dimension 0, as fully_shard does by itself"

@@ -95,11 +95,8 @@ def _held(name: str, path: str, tensor: torch.Tensor, module: FSDPModule | None)
                 f"{name} is trained, but no fully_shard module shards it. Remedy: call fully_shard on the "
                 "model itself after its layers, without it in ignored_params, or freeze it"
             )
-        part, served, module = (
-            HfPart(offset=(0,) * tensor.dim(), whole=tuple(tensor.shape)),
-            tensor.dtype,
-            None,
-        )
+        part, served = HfPart(offset=(0,) * tensor.dim(), whole=tuple(tensor.shape)), tensor.dtype
+        module = None
     else:
         if module is None:
             raise UnsupportedError(

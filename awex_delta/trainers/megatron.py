@@ -9,22 +9,22 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from awex.models.registry import get_train_weights_converter
-from awex.sharding.rank_info import RankInfo
 from megatron.core.distributed import DistributedDataParallel
 
-from awex_delta.conversion.alone import Alone
+from awex_delta.conversion.alone import check_conversion
 from awex_delta.detection.baselines import Baselines
-from awex_delta.detection.optimizers import SteppedParams, moments, part_of, step_counts
+from awex_delta.detection.optimizers import SteppedParams, kept_master, moments, part_of, step_counts
 from awex_delta.detection.slices import Detection, OwnedSlice, param_key
 from awex_delta.errors import UnsupportedError
 from awex_delta.protocol.verdict import Reason
 from awex_delta.settings.agreed import DeltaSettings
+from awex_delta.trainers.converters import converter_of
 from awex_delta.trainers.megatron_layout import (
     OwnedPart,
     Shard,
     canonical_name,
-    check_tying,
+    check_model,
+    check_training,
     global_layer_ids,
     named_parameters,
     optimizer_shards,
@@ -67,7 +67,7 @@ class MegatronTrainer:
         self._read_weights(shards)
         self._owned = tuple(self._find_owned())
         self._watched = self._stepped_by_optimizer()
-        self._check_conversion()
+        check_conversion(self._infos.values(), self.convert)
         self._baselines = Baselines(self.owned_slices, self._watched, settings)
         self._baseline = self._baselines.add()
 
@@ -93,27 +93,22 @@ class MegatronTrainer:
             router_dtype: dtype of the router weight in the engines: "bf16", "fp16" or "fp32".
 
         Raises:
-            UnsupportedError: a trainable parameter is stepped by no optimizer, AWEX cannot convert a
-                weight, lm_head is tied in `hf_config` alone, or Megatron's objects lack something that
-                is needed.
+            ConfigError: an argument is not what it has to be, or Megatron's process groups do not exist yet.
+            UnsupportedError: a trainable parameter is stepped by no optimizer, AWEX cannot convert a weight
+                or drops one that is trained, a rank holds parts of weights (FSDP, generalized tensor
+                parallelism), lm_head is tied in `hf_config` alone, or Megatron's objects lack something
+                that is needed.
         """
-        check_tying(model_chunks, tied=hf_config.tie_word_embeddings)
+        check_training(model_chunks, hf_config, settings)
+        text = hf_config.get_text_config()
+        check_model(model_chunks, tied=text.tie_word_embeddings)
         info = rank_info()
-        layer_ids = global_layer_ids(model_chunks)
-        converter = get_train_weights_converter(
-            "mcore",
-            hf_config.architectures[0],
+        converter = converter_of(
             hf_config,
-            RankInfo(**info),
-            {
-                "infer_engine_config": {"tp_size": 1, "ep_size": 1},
-                "infer_atten_tp_size": 1,
-                "hf_config": hf_config,
-                "device_backend": "cuda",
-                "router_dtype": router_dtype,
-                "train_pp_stage_layer_id_map": layer_ids,
-            },
-            tf_config=model_chunks[0].config,
+            info,
+            model_chunks[0].config,
+            layer_ids=global_layer_ids(model_chunks),
+            router_dtype=router_dtype,
         )
         return cls(
             chunks=model_chunks,
@@ -122,8 +117,8 @@ class MegatronTrainer:
             layout=TrainerLayout(
                 architecture=hf_config.architectures[0],
                 rank_info=info,
-                vocab_size=hf_config.vocab_size,
-                tied_embeddings=hf_config.tie_word_embeddings,
+                vocab_size=text.vocab_size,
+                tied_embeddings=text.tie_word_embeddings,
             ),
             settings=settings,
         )
@@ -160,7 +155,7 @@ class MegatronTrainer:
                 begin,
                 steps[info.key],
                 weight=weight,
-                main=live[info.key] if part.has_master else None,
+                main=live[info.key] if part.has_master else kept_master(part.optimizer, live[info.key]),
                 moments=moments(part.optimizer, live[info.key]),
                 in_weight=within,
                 in_state=None,
@@ -223,7 +218,10 @@ class MegatronTrainer:
         self._baselines.weights_replaced()
 
     def convert(self, key: str, tensor: torch.Tensor) -> Sequence[tuple[str, torch.Tensor]]:
-        """AWEX's HF names and tensors for a tensor shaped like `tensor(key)`."""
+        """AWEX's HF names and tensors for a tensor shaped like `tensor(key)`.
+
+        Collective: over the tensor-parallel ranks, if AWEX's converter gathers the parameter from them.
+        """
         info = self._infos[key]
         converted = list(self._converter.convert_param(info.param, tensor, vp_stage=info.chunk))
         names = [name for name, _ in converted]
@@ -323,20 +321,3 @@ class MegatronTrainer:
             owned_stop=0 if part is None else part.stop,
             trained=shard is not None,
         )
-
-    def _check_conversion(self) -> None:
-        """Convert every weight once without data, so that nothing is found missing during an update."""
-        source: dict[str, str] = {}
-        for key, info in self._infos.items():
-            meta = torch.empty(info.shape, dtype=info.dtype, device="meta")
-            try:
-                with Alone(info.param):
-                    first, second = self.convert(key, meta), self.convert(key, meta)
-            except (NotImplementedError, ValueError, RuntimeError, AssertionError) as error:
-                raise UnsupportedError(f"AWEX cannot convert {info.param} {info.shape}: {error}") from error
-            if [(name, out.shape) for name, out in first] != [(name, out.shape) for name, out in second]:
-                raise UnsupportedError(f"AWEX's converter joins {info.param} with another parameter")
-            for name, _ in first:
-                if name in source:
-                    raise UnsupportedError(f"{name} would be made of both {source[name]} and {info.param}")
-                source[name] = info.param

@@ -11,7 +11,7 @@ import megatron.core
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
-from megatron.core.fp8_utils import is_float8tensor
+from megatron.core.distributed import FullyShardedDataParallel, TorchFullyShardedDataParallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import ChainedOptimizer, DistributedOptimizer
 from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
@@ -20,8 +20,11 @@ from megatron.core.optimizer.optimizer import (
     FP32Optimizer,
     MegatronOptimizer,
 )
+from megatron.core.transformer.module import MegatronModule
 
-from awex_delta.errors import UnsupportedError
+from awex_delta.errors import ConfigError, UnsupportedError
+from awex_delta.settings.agreed import DeltaSettings
+from awex_delta.settings.arguments import require
 
 RankInfo = Mapping[str, int | str | bool]
 
@@ -29,6 +32,7 @@ RankInfo = Mapping[str, int | str | bool]
 _LOCAL_SPEC_NAMES: Mapping[str, str] = {
     ".input_layernorm.weight": ".self_attention.linear_qkv.layer_norm_weight",
 }
+_HF_CONFIG = ("architectures", "vocab_size", "tie_word_embeddings")
 _LAYER = re.compile(r"(?:^|\.)decoder\.layers\.(\d+)$")
 
 
@@ -39,7 +43,7 @@ class OwnedPart:
     optimizer: the inner `torch.optim.Optimizer`.
     start, stop: flat range in the parameter.
     stepped: the flat tensor that `optimizer` steps for that range; the fp32 master if there is one.
-    has_master: False where the optimizer keeps no fp32 master.
+    has_master: False where `stepped` is the parameter itself; then `optimizer` keeps a master, or none.
     """
 
     optimizer: torch.optim.Optimizer
@@ -79,11 +83,16 @@ def canonical_name(name: str) -> str:
 def named_parameters(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """Name in the module and parameter of one model chunk; a shared parameter once."""
     for name, param in chunk.named_parameters():
-        # A quantised tensor also says bf16.
-        if is_float8tensor(param) or param.dtype not in (torch.bfloat16, torch.float32):
+        # Quantised tensors also say bf16. They have classes of their own, as have parts of a tensor.
+        if type(param) is not torch.nn.Parameter or param.dtype not in (torch.bfloat16, torch.float32):
             raise UnsupportedError(
                 f"{canonical_name(name)} is a {type(param).__name__} of {param.dtype}; only plain bf16 and "
                 f"fp32 weights can be sent"
+            )
+        if hasattr(param, "is_gtp_weight_remat") and param.is_gtp_weight_remat:
+            raise UnsupportedError(
+                f"{canonical_name(name)} is cut by generalized tensor parallelism, which AWEX does not know; "
+                "leave gtp_weight_remat_size and expert_gtp_weight_remat_size at 1"
             )
         yield name, param
 
@@ -95,15 +104,45 @@ def router_biases(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, buffer
 
 
-def check_tying(chunks: Sequence[torch.nn.Module], *, tied: bool) -> None:
-    """Refuse a model that trains lm_head apart from the embedding where engines take one for the other."""
-    for chunk in chunks:
-        for module in chunk.modules():
-            if isinstance(module, GPTModel) and tied and not module.share_embeddings_and_output_weights:
-                raise UnsupportedError(
-                    "hf_config.tie_word_embeddings is True, but the Megatron model was built without "
-                    "share_embeddings_and_output_weights: engines would never receive its lm_head"
-                )
+def check_model(chunks: Sequence[torch.nn.Module], *, tied: bool) -> None:
+    """Refuse a model of whose weights a rank holds parts, or whose lm_head engines would not get.
+
+    tied: engines take the embedding for lm_head.
+    """
+    for module in (module for chunk in chunks for module in chunk.modules()):
+        if isinstance(module, FullyShardedDataParallel | TorchFullyShardedDataParallel):
+            raise UnsupportedError(
+                f"the model is wrapped in {type(module).__module__}.{type(module).__name__}, which cuts its "
+                "weights between ranks: wrap it in megatron.core.distributed.DistributedDataParallel"
+            )
+        if isinstance(module, GPTModel) and tied and not module.share_embeddings_and_output_weights:
+            raise UnsupportedError(
+                "hf_config.tie_word_embeddings is True, but the Megatron model was built without "
+                "share_embeddings_and_output_weights: engines would never receive its lm_head"
+            )
+
+
+def check_training(chunks: Any, hf_config: Any, settings: Any) -> None:
+    """Refuse what is no training of Megatron's, before anything of it is read. Raises ConfigError."""
+    require(DeltaSettings, "what resolve(...).settings is", settings=settings)
+    require((list, tuple), "what get_model returned, a list of model chunks", model_chunks=chunks)
+    wrong = next((chunk for chunk in chunks if not isinstance(chunk, MegatronModule)), None)
+    if not chunks or wrong is not None:
+        raise ConfigError(
+            f"model_chunks = [{'' if wrong is None else type(wrong).__name__}]: this is no model of "
+            "Megatron's. Remedy: give what get_model returned; TorchAdamWTrainer takes a model of plain torch"
+        )
+    lacking = [n for n in _HF_CONFIG if not hasattr(hf_config, n) or getattr(hf_config, n) is None]
+    if lacking:
+        raise ConfigError(
+            f"hf_config is a {type(hf_config).__name__} without {', '.join(lacking)}. Remedy: give the "
+            "AutoConfig of the HF model that the engines serve"
+        )
+    if not mpu.model_parallel_is_initialized():
+        raise ConfigError(
+            "model_chunks: Megatron's process groups do not exist on this rank. Remedy: call "
+            "torch.distributed.init_process_group and Megatron's initialize_model_parallel first"
+        )
 
 
 def global_layer_ids(chunks: Sequence[torch.nn.Module]) -> dict[tuple[int, int], dict[int, int]]:
@@ -160,6 +199,7 @@ def optimizer_shards(optimizer: Any) -> list[Shard]:
         optimizer: what `get_megatron_optimizer` returned.
 
     Raises:
+        ConfigError: it is none of Megatron's optimizers.
         UnsupportedError: an optimizer class whose shards are not known, or an attribute that this
             release of megatron-core lacks.
     """
@@ -168,7 +208,7 @@ def optimizer_shards(optimizer: Any) -> list[Shard]:
     except AttributeError as error:
         raise UnsupportedError(
             f"megatron-core {megatron.core.__version__}: {type(error.obj).__name__} has no attribute "
-            f"{error.name}, which tells what each rank's optimizer owns; 0.16 has it"
+            f"{error.name}, which tells what each rank's optimizer owns; 0.16 to 0.19 have it"
         ) from error
 
 
@@ -178,6 +218,11 @@ def _all_shards(optimizer: Any) -> Iterator[Shard]:
     elif isinstance(optimizer, ChainedOptimizer):
         for part in optimizer.chained_optimizers:
             yield from _all_shards(part)
+    elif not isinstance(optimizer, MegatronOptimizer):
+        raise ConfigError(
+            f"optimizer is a {type(optimizer).__name__}, none of Megatron's. Remedy: give what "
+            "get_megatron_optimizer returned"
+        )
     elif not optimizer.is_stub_optimizer:
         # A stub stands where all parameters of a rank are frozen: it steps nothing.
         yield from _shards_of(optimizer)
@@ -192,10 +237,11 @@ def _layer_wise_shards(optimizer: Any) -> Iterator[Shard]:
         (optimizer.expt_dp_params_list, groups.expt_dp),
     ):
         owners = tuple(sorted(dist.get_process_group_ranks(group))) if lists else ()
+        late = optimizer.config.overlap_param_gather and len(owners) > 1
         for param in (param for params in lists or () for param in params):
             shard = mine.pop(param, None)
             part = None if shard is None else shard.part
-            yield Shard(param=param, owners=owners, part=part, late=False, group=group)
+            yield Shard(param=param, owners=owners, part=part, late=late, group=group)
     yield from mine.values()  # of groups of one rank
 
 
@@ -216,10 +262,6 @@ def _shards_of(part: MegatronOptimizer) -> Iterator[Shard]:
 
 
 def _distributed_shards(part: Any) -> Iterator[Shard]:
-    if part.ddp_config.use_megatron_fsdp:
-        raise UnsupportedError(
-            "Megatron-FSDP shards parameters, not only their optimizer state; use plain DDP"
-        )
     spans = {
         param: maps["param"]
         for buffer_ranges in part.gbuf_ranges

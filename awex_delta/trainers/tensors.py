@@ -90,7 +90,8 @@ def check_tensors(weights: Mapping[str, torch.Tensor], masters: Mapping[str, tor
             raise UnsupportedError(f"{name}: there is a master, but no weight of that name")
         if weight.shape != master.shape:
             raise UnsupportedError(
-                f"{name}: the weight has shape {tuple(weight.shape)}, its master {tuple(master.shape)}"
+                f"{name}: the weight has shape {tuple(weight.shape)}, its master {tuple(master.shape)}. "
+                "Remedy: give a master of the same shape, such as weight.float()"
             )
     spans = sorted((str(w.device), w.data_ptr(), w.nbytes, n) for n, w in weights.items() if n in masters)
     for (device, start, size, name), (other_device, other_start, _, other) in pairwise(spans):

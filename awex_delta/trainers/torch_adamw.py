@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from awex_delta.detection.baselines import Baselines
-from awex_delta.detection.optimizers import SteppedParams, moments, part_of, step_counts
+from awex_delta.detection.optimizers import SteppedParams, kept_master, moments, part_of, step_counts
 from awex_delta.detection.slices import Detection, OwnedSlice, param_key
 from awex_delta.errors import UnsupportedError
 from awex_delta.protocol.verdict import Reason
@@ -195,7 +195,7 @@ class TorchAdamWTrainer:
                 begin,
                 step,
                 weight=weight,
-                main=stepped if info.key in self._with_master else None,
+                main=stepped if info.key in self._with_master else kept_master(optimizer, stepped),
                 moments=moments(optimizer, stepped),
                 in_weight=part,
                 in_state=part,

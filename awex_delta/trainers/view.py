@@ -10,7 +10,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from awex_delta.detection.optimizers import flat
+from awex_delta.detection.optimizers import Moments, flat
 from awex_delta.detection.slices import Detection, OwnedSlice, param_key, unusable
 from awex_delta.lines.space import Space
 
@@ -59,7 +59,7 @@ def live_slice(
     *,
     weight: torch.Tensor,
     main: torch.Tensor | None,
-    moments: tuple[torch.Tensor | None, torch.Tensor | None],
+    moments: Moments,
     in_weight: slice | None,
     in_state: slice | None,
 ) -> OwnedSlice:
@@ -75,7 +75,7 @@ def live_slice(
     Raises:
         UnsupportedError: names a tensor that is not contiguous, or whose storage ends before the range.
     """
-    exp_avg, exp_avg_sq = moments
+    exp_avg, exp_avg_sq = moments.exp_avg, moments.exp_avg_sq
     try:
         return OwnedSlice(
             param=info.param,
@@ -88,6 +88,8 @@ def live_slice(
             exp_avg=None if exp_avg is None else flat(exp_avg, in_state),
             exp_avg_sq=None if exp_avg_sq is None else flat(exp_avg_sq, in_state),
             step=step,
+            exp_avg_scale=moments.exp_avg_scale,
+            exp_avg_sq_scale=moments.exp_avg_sq_scale,
         )
     except RuntimeError as error:
         raise unusable(info.key, weight=weight, main=main, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq) from error

@@ -15,12 +15,14 @@ import functools
 import hashlib
 import logging
 import subprocess
-from collections.abc import Callable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 
 from awex_delta.errors import NumericsError
-from awex_delta.lines.storages import BITS
+from awex_delta.lines.storages import BITS, bits
 
 MODULUS = 1 << 64
 """Digests are whole numbers below this, and are added modulo it."""
@@ -34,12 +36,12 @@ _EAGER_PIECE = 1 << 16
 _DEVICE_PIECE = 1 << 22
 _COMPILED_PIECE = 1 << 18
 _MIN_COMPILED = 1 << 12  # a compiled call has its price, too: below this, eager is as fast
-_MOST_TOGETHER = 64  # small tensors: at most 2^22 elements, of which positions are made
+_ROW = 1 << 12  # a whole tensor is hashed as rows of so many elements
 WORTH_COMPILING = 1 << 24
 """Compiling takes seconds, once in a process: fewer elements than this never earn them back."""
 
 _COMPILER_FAILURES = (RuntimeError, OSError, ImportError, subprocess.SubprocessError)
-_Sum = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+_Sum = Callable[..., torch.Tensor]
 
 _log = logging.getLogger(__name__)
 
@@ -84,56 +86,60 @@ def state_digest(tensors: Mapping[str, torch.Tensor], *, compiled: bool = False)
     return sum(digest(tensor, name, compiled=compiled) for name, tensor in tensors.items()) % MODULUS
 
 
-def digests(tensors: Mapping[str, torch.Tensor], *, compiled: bool = False) -> dict[str, int]:
-    """`digest` of each tensor under its name. Small ones are hashed together, so that calls grow with bytes.
+def digests(tensors: Iterable[tuple[str, torch.Tensor]], *, full_bytes: int = 0) -> dict[str, int]:
+    """`digest` of each tensor under its name. Small ones of one size are hashed together.
 
     Args:
-        tensors: by name, on one device.
-        compiled: see `digest`.
+        tensors: names and tensors, on one device; of small ones a few are held at a time.
+        full_bytes: of a full sync, see `pays_to_compile`.
     """
     found: dict[str, torch.Tensor] = {}
-    small: dict[torch.dtype, list[str]] = {}
-    for name, tensor in tensors.items():
+    alike: dict[tuple[torch.dtype, int], dict[str, torch.Tensor]] = defaultdict(dict)
+    for name, tensor in tensors:
+        compiled = pays_to_compile(tensor.device, full_bytes)
         if tensor.numel() >= _EAGER_PIECE:
             found[name] = sum_whole(tensor, salt_of(name), compiled=compiled)
-        else:
-            small.setdefault(tensor.dtype, []).append(name)
-    for names in small.values():
-        for first in range(0, len(names), _MOST_TOGETHER):
-            some = names[first : first + _MOST_TOGETHER]
-            found |= dict(zip(some, _sums_together({name: tensors[name] for name in some}), strict=True))
+            continue
+        some = alike[tensor.dtype, tensor.numel()]
+        some[name] = tensor.detach().reshape(-1)
+        if len(some) * tensor.numel() >= _COMPILED_PIECE:
+            found |= _sums_of_rows(some, compiled=compiled)
+            some.clear()
+    for some in alike.values():  # few
+        found |= _sums_of_rows(some, compiled=False)
     totals = torch.stack(list(found.values())).tolist() if found else []
     return {name: total % MODULUS for name, total in zip(found, totals, strict=True)}
 
 
-def _sums_together(tensors: Mapping[str, torch.Tensor]) -> Iterator[torch.Tensor]:
-    flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors.values()])
-    table = [[tensor.numel(), signed(salt_of(name))] for name, tensor in tensors.items()]
-    counts, salts = torch.tensor(table, dtype=torch.int64, device=flat.device).T.contiguous()
-    group = torch.repeat_interleave(counts, output_size=flat.numel())
-    index = torch.arange(flat.numel(), device=flat.device) - (counts.cumsum(0) - counts)[group]
-    yield from sums_by_group(index, flat, salts, group).unbind()
+def _sums_of_rows(rows: Mapping[str, torch.Tensor], *, compiled: bool) -> dict[str, torch.Tensor]:
+    if not rows:
+        return {}
+    value = torch.stack(list(rows.values()))
+    keys = torch.tensor([signed(salt_of(name)) for name in rows], dtype=torch.int64, device=value.device)
+    return dict(zip(rows, _row_sums(keys, value, compiled=compiled).unbind(), strict=True))
 
 
-def sum_whole(tensor: torch.Tensor, salt: int, *, compiled: bool = False) -> torch.Tensor:
+def sum_whole(tensor: torch.Tensor, salt: int, *, start: int = 0, compiled: bool = False) -> torch.Tensor:
     """The digest of all elements of a tensor, left on its device.
 
     Args:
         tensor: see `digest`; read in pieces, with at most 128 MiB beside it (2 MiB on a CPU, eager).
         salt: of `salt_of`.
+        start: the position of its first element, if it is part of another one.
         compiled: see `digest`.
 
     Returns:
         int64 scalar: the digest as a signed number (`as_unsigned` undoes that).
     """
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    mix, piece = _mixer(tensor.device.type, compiled=compiled and tensor.numel() >= _MIN_COMPILED)
-    place = torch.arange(min(piece, tensor.numel()), dtype=torch.int64, device=tensor.device)
-    start = 0
-    for part in _flat_pieces(tensor.detach(), piece):
-        key = _scalar(salt + start * _GOLDEN, tensor.device)  # the piece begins at `start`
-        total += mix(place[: part.numel()], part, key, None)
-        start += part.numel()
+    for part in _flat_pieces(tensor.detach(), _piece(tensor.device, compiled=compiled)):
+        edge = part.numel() // _ROW * _ROW
+        for rows in (part[:edge].view(-1, _ROW), part[None, edge:]):
+            stop = start + rows.numel()
+            if start < stop:
+                first = torch.arange(start, stop, rows.shape[1], dtype=torch.int64, device=rows.device)
+                total += sum_at(first, rows, salt, compiled=compiled)
+            start = stop
     return total
 
 
@@ -145,49 +151,68 @@ def sum_at(
     counts: torch.Tensor | None = None,
     compiled: bool = False,
 ) -> torch.Tensor:
-    """The digest of single elements, left on their device.
+    """The digest of single elements, or of rows of elements, left on their device.
 
     Args:
-        index: int64 [n], their positions.
-        value: [n], elements of 1, 2, 4 or 8 bytes, on the same device.
+        index: int64 [n], the position of each element, or of the first element of each row.
+        value: [n], or rows [n, w], elements of 1, 2, 4 or 8 bytes, on the same device.
         salt: of `salt_of`.
-        counts: bool [n], False for an element that is left out; None counts all.
+        counts: bool [n], False for an element that is left out; None counts all. Rows count all.
         compiled: see `digest`.
 
     Returns:
         int64 scalar, as `sum_whole`.
     """
-    total = torch.zeros((), dtype=torch.int64, device=value.device)
-    mix, piece = _mixer(value.device.type, compiled=compiled and value.numel() >= _MIN_COMPILED)
     key = _scalar(salt, value.device)
+    if value.dim() > 1:
+        return _row_sums(torch.add(key, index, alpha=_GOLDEN), value, compiled=compiled).sum()
+    total = torch.zeros((), dtype=torch.int64, device=value.device)
+    function = _faster(_mix_and_sum, value) if compiled else None
     start = 0
-    for bits in _flat_pieces(value.detach(), piece):
-        here = slice(start, start + bits.numel())
-        total += mix(index[here], bits, key, None if counts is None else counts[here])
-        start += bits.numel()
+    for raw in _flat_pieces(value.detach(), _piece(value.device, compiled=function is not None)):
+        here = slice(start, start + raw.numel())
+        # torch would compile once more for each of the sizes 0 and 1
+        mix = function if function and raw.numel() > 1 else _mix_and_sum_in_place
+        total += mix(index[here], raw, key, None if counts is None else counts[here])
+        start += raw.numel()
     return total
 
 
 def sums_by_group(
     index: torch.Tensor, value: torch.Tensor, salts: torch.Tensor, group: torch.Tensor
 ) -> torch.Tensor:
-    """The digests of single elements in groups, left on their device.
+    """The digests of single elements or rows in groups, left on their device.
 
     Args:
         index, value: see `sum_at`.
         salts: int64 [g], the salt of each group.
-        group: int64 [n], which group each element belongs to.
+        group: int64 [n], which group each element or row belongs to.
 
     Returns:
         int64 [g], as `sum_whole`.
     """
-    totals = torch.zeros_like(salts)
-    piece, start = _EAGER_PIECE if value.device.type == "cpu" else _DEVICE_PIECE, 0
-    for bits in _flat_pieces(value.detach(), piece):
-        here = slice(start, start + bits.numel())
-        totals.index_add_(0, group[here], _mixed_in_place(index[here], bits, salts[group[here]]))
-        start += bits.numel()
-    return totals
+    keys = torch.add(salts[group], index, alpha=_GOLDEN)
+    rows = value if value.dim() > 1 else value[:, None]
+    return torch.zeros_like(salts).index_add_(0, group, _row_sums(keys, rows))
+
+
+def _row_sums(keys: torch.Tensor, value: torch.Tensor, *, compiled: bool = False) -> torch.Tensor:
+    """The digest of each row of elements, int64 [n].
+
+    keys: int64 [n], the salt plus golden times the position of the first element.
+    value: [n, w].
+    """
+    raw = _as_integers(value)
+    # the compiler multiplies too narrowly if it makes these itself
+    steps = torch.arange(raw.shape[1], dtype=torch.int64, device=raw.device).mul_(_GOLDEN)
+    function = _faster(_mix_rows, raw) if compiled else None
+    height = max(1, _piece(raw.device, compiled=function is not None) // max(1, raw.shape[1]))
+    sums = []
+    for key, part in zip(torch.split(keys, height), torch.split(raw, height), strict=True):
+        # torch would compile once more for each of the sizes 0 and 1
+        mix = function if function and min(part.shape) > 1 else _mix_rows_in_place
+        sums.append(mix(key, steps, part))
+    return torch.cat(sums)
 
 
 def signed(value: int) -> int:
@@ -201,18 +226,30 @@ def as_unsigned(total: torch.Tensor) -> int:
     return int(total) % MODULUS
 
 
-def _flat_pieces(tensor: torch.Tensor, piece: int) -> Iterator[torch.Tensor]:
-    """The bits of a tensor, row by row, as flat integers; of a strided one some rows are copied at a time."""
+def _as_integers(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.element_size() not in BITS or tensor.is_complex():
         raise NumericsError(f"no digest of {tensor.dtype}: give one whose elements have 1, 2, 4 or 8 bytes")
+    return bits(tensor)
+
+
+def _flat_pieces(tensor: torch.Tensor, piece: int) -> Iterator[torch.Tensor]:
+    """The bits of a tensor, row by row, as flat integers; of a strided one some rows are copied at a time."""
+    tensor = _as_integers(tensor)
     if not tensor.numel():
         return
     if tensor.is_contiguous():
-        yield from torch.split(tensor.view(-1).view(BITS[tensor.element_size()]), piece)
+        yield from torch.split(tensor.view(-1), piece)
         return
     rows = max(1, piece * tensor.shape[0] // tensor.numel())
     for block in torch.split(tensor, rows):
-        yield from torch.split(block.reshape(-1).view(BITS[tensor.element_size()]), piece)
+        yield from torch.split(block.reshape(-1), piece)
+
+
+def _piece(device: torch.device, *, compiled: bool) -> int:
+    """Elements that are hashed at a time."""
+    if compiled:
+        return _COMPILED_PIECE
+    return _EAGER_PIECE if device.type == "cpu" else _DEVICE_PIECE
 
 
 def _scalar(value: int, device: torch.device) -> torch.Tensor:
@@ -224,9 +261,7 @@ def _mix_and_sum(
 ) -> torch.Tensor:
     """The sum of one splitmix64 output for each element that counts. index int64 [n], bits integers [n], key
     an int64 scalar, counts bool [n]."""
-    mixed = key + index * _GOLDEN + bits
-    for shift, multiplier in zip(_SHIFTS, (*_MULTIPLIERS, 1), strict=True):
-        mixed = (mixed ^ ((mixed >> shift) & _low_bits(64 - shift))) * multiplier
+    mixed = _mixed(key + index * _GOLDEN + bits)
     return mixed.sum() if counts is None else (mixed * counts).sum()
 
 
@@ -234,53 +269,60 @@ def _mix_and_sum_in_place(
     index: torch.Tensor, bits: torch.Tensor, key: torch.Tensor, counts: torch.Tensor | None
 ) -> torch.Tensor:
     """As `_mix_and_sum`, as eager execution does it fastest."""
-    mixed = _mixed_in_place(index, bits, key)
+    mixed = _mixed_in_place(torch.add(key, index, alpha=_GOLDEN).add_(bits))
     return mixed.sum() if counts is None else mixed.mul_(counts).sum()
 
 
-def _mixed_in_place(index: torch.Tensor, bits: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """One splitmix64 output for each element, int64 [n], with two temporaries in all."""
-    mixed = torch.add(key, index, alpha=_GOLDEN).add_(bits)
-    shifted = torch.empty_like(mixed)
+def _mix_rows(keys: torch.Tensor, steps: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
+    """Sums of splitmix64 outputs, int64 [n]. keys int64 [n], steps int64 [w], bits integers [n, w]."""
+    return _mixed(keys[:, None] + steps + bits).sum(1)
+
+
+def _mix_rows_in_place(keys: torch.Tensor, steps: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
+    """As `_mix_rows`, as eager execution does it fastest."""
+    return _mixed_in_place(torch.add(keys[:, None], steps).add_(bits)).sum(1)
+
+
+def _mixed(state: torch.Tensor) -> torch.Tensor:
+    for shift, multiplier in zip(_SHIFTS, (*_MULTIPLIERS, 1), strict=True):
+        state = (state ^ ((state >> shift) & _low_bits(64 - shift))) * multiplier
+    return state
+
+
+def _mixed_in_place(state: torch.Tensor) -> torch.Tensor:
+    """As `_mixed`, with one temporary."""
+    shifted = torch.empty_like(state)
     for shift, multiplier in zip(_SHIFTS, (*_MULTIPLIERS, None), strict=True):
-        torch.bitwise_right_shift(mixed, shift, out=shifted)  # arithmetic: its sign bits are cut off
-        mixed ^= shifted.bitwise_and_(_low_bits(64 - shift))
+        torch.bitwise_right_shift(state, shift, out=shifted)  # arithmetic: its sign bits are cut off
+        state ^= shifted.bitwise_and_(_low_bits(64 - shift))
         if multiplier is not None:
-            mixed *= multiplier
-    return mixed
+            state *= multiplier
+    return state
 
 
 def _low_bits(count: int) -> int:
     return (1 << count) - 1
 
 
-def _mixer(device_type: str, *, compiled: bool) -> tuple[_Sum, int]:
-    """What hashes and sums one piece, and the elements of a piece."""
-    function = _compiled(device_type) if compiled else None
-    if function is None:
-        return _mix_and_sum_in_place, _EAGER_PIECE if device_type == "cpu" else _DEVICE_PIECE
-
-    def mix(
-        index: torch.Tensor, bits: torch.Tensor, key: torch.Tensor, counts: torch.Tensor | None
-    ) -> torch.Tensor:
-        # torch would compile once more for each of the sizes 0 and 1
-        return (function if bits.numel() > 1 else _mix_and_sum_in_place)(index, bits, key, counts)
-
-    return mix, _COMPILED_PIECE
+def _faster(function: _Sum, value: torch.Tensor) -> _Sum | None:
+    """`function`, compiled for the device of `value`; None if that fails or does not pay."""
+    return _compiled(function, value.device.type) if value.numel() >= _MIN_COMPILED else None
 
 
 @functools.cache
-def _compiled(device_type: str) -> _Sum | None:
+def _compiled(function: _Sum, device_type: str) -> _Sum | None:
     """Compiled once in a process; None if that fails."""
+    index = torch.arange(_EAGER_PIECE, dtype=torch.int64, device=device_type)
+    bits = index.to(torch.int16)
+    calls: list[tuple[Any, ...]] = [(index, bits, index[0], counts) for counts in (None, index > 0)]
+    if function is _mix_rows:
+        calls = [(index[:16], index[:_ROW], bits.view(16, _ROW))]
     try:
-        function = torch.compile(_mix_and_sum, dynamic=True)
-        index = torch.arange(_EAGER_PIECE, device=device_type)
-        for counts in (None, index > 0):  # one compilation each
-            function(
-                index, index.to(torch.int16), torch.tensor(1, device=device_type, dtype=torch.int64), counts
-            )
+        faster = torch.compile(function, dynamic=True)
+        for arguments in calls:  # one compilation each
+            faster(*arguments)
     except _COMPILER_FAILURES as error:
         cause = str(error).partition("\n")[0]
         _log.warning("state digests run uncompiled, several times slower: %s", cause)
         return None
-    return function
+    return faster

@@ -2,14 +2,34 @@
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.status import Status
 
 from awex_delta import UpdateStats
 from examples.gsm8k_grpo.policy import Policy
+
+
+class Activity:
+    """What a run does at the moment, on the last line of a terminal; nothing in a pipe."""
+
+    def __init__(self, *, shown: bool) -> None:
+        """Begin; `shown` on one rank of the trainer alone."""
+        console = Console()
+        self._status = Status("starting", console=console) if shown and console.is_terminal else None
+        if self._status is not None:
+            self._status.start()
+            atexit.register(self._status.stop)  # gives the cursor back
+
+    def __call__(self, doing: str) -> None:
+        """Say what begins."""
+        if self._status is not None:
+            self._status.update(doing)
 
 
 def digest(value: Any) -> str:

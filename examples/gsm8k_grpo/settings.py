@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 from pydantic import Field
 
@@ -160,6 +161,13 @@ def load_settings(preset: str, overrides: Sequence[str] = ()) -> Settings:
     )
     _check_batch(settings)
     return settings
+
+
+def check_engine(settings: Settings) -> None:
+    """Refuse an engine that cannot start here, before its absence is noticed by a timeout."""
+    backend = settings.rollout.backend
+    if backend.startswith("vllm:") and find_spec("vllm") is None:
+        raise ConfigError(f"rollout.backend = {backend!r}: vllm is not installed. Remedy: make vllm")
 
 
 def _check_batch(settings: Settings) -> None:

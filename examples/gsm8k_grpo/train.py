@@ -15,7 +15,6 @@ import random
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from importlib.util import find_spec
 from typing import TypeVar
 
 import torch
@@ -45,9 +44,9 @@ from examples.gsm8k_grpo.problems import (
     load_problems,
     reward,
 )
-from examples.gsm8k_grpo.progress import digest, show, weights_digest
+from examples.gsm8k_grpo.progress import Activity, digest, show, weights_digest
 from examples.gsm8k_grpo.rollouts import Request, Rollouts, Tokens, start_rollouts
-from examples.gsm8k_grpo.settings import Settings, load_settings
+from examples.gsm8k_grpo.settings import Settings, check_engine, load_settings
 
 Value = TypeVar("Value")
 
@@ -131,10 +130,11 @@ class Run:
         generator = random.Random(f"{self.settings.run.seed} {draw}")  # noqa: S311 - no secret
         return generator.sample(range(len(self.problems)), count)
 
-    def warm_up(self) -> None:
+    def warm_up(self, now: Activity) -> None:
         """Supervised steps on worked answers."""
         warmup = self.settings.warmup
         for step in range(warmup.steps):
+            now(f"warm-up, step {step + 1} of {warmup.steps}")
             chosen = self.choose(warmup.batch_size, draw=f"warm-up {step}")
             answers = [
                 [[*self.tokenizer.encode(self.problems[at].answer), self.tokenizer.end]] for at in chosen
@@ -213,7 +213,7 @@ def move_weights(sender: Sender, rollouts: Rollouts | None, version: int) -> Upd
     return in_both(partial(rollouts.update_weights, version), partial(sender.update_weights, version))
 
 
-def rounds(run: Run, sender: Sender, rollouts: Rollouts | None, log: RunLog) -> list[float]:
+def rounds(run: Run, sender: Sender, rollouts: Rollouts | None, log: RunLog, now: Activity) -> list[float]:
     """All rounds. Version v is what the engines hold after v - 1 rounds; the last one is only sampled.
 
     Returns:
@@ -222,7 +222,9 @@ def rounds(run: Run, sender: Sender, rollouts: Rollouts | None, log: RunLog) -> 
     history: list[float] = []
     num_updates = run.settings.grpo.num_updates
     for version in range(1, num_updates + 2):
+        now(f"version {version} of {num_updates + 1}: moving weights")
         stats = move_weights(sender, rollouts, version)
+        now(f"version {version} of {num_updates + 1}: sampling")
         chosen = run.choose(run.settings.grpo.prompts, draw=f"round {version}")
         groups = sample(run, rollouts, chosen, seed=run.settings.run.seed * 100_003 + version)
         rewards = run.rewards(chosen, groups)
@@ -236,6 +238,7 @@ def rounds(run: Run, sender: Sender, rollouts: Rollouts | None, log: RunLog) -> 
         if rollouts is not None:
             show(stats, history)
         if version <= num_updates:
+            now(f"version {version} of {num_updates + 1}: training")
             run.train(chosen, groups, rewards)
     return history
 
@@ -258,16 +261,20 @@ def run(settings: Settings) -> list[float]:
     first = dist.get_rank() == 0
     store = host_store(settings.run.host, settings.run.port, settings=delta) if first else None
     rendezvous = meeting_point(settings, store.port if store else 0)
+    now = Activity(shown=first)
+    now("starting the engines")
     rollouts = start_rollouts(settings, rendezvous, delta) if first else None
     try:
+        now("building the policy")
         policy = build_policy(settings)
         one = Run(settings, policy, problems, tokenizer)
         sender = attach_megatron(
             policy.chunks, policy.optimizer, policy.hf_config, rendezvous=rendezvous, settings=delta
         )
-        one.warm_up()
+        one.warm_up(now)
         if settings.grpo.kl_coefficient:
             policy.keep_reference()
+        now("connecting")
         connect(sender, rollouts)
         log = RunLog(
             settings.run.log,
@@ -277,7 +284,7 @@ def run(settings: Settings) -> list[float]:
             model=path or f"{settings.model.architecture}, from random weights",
             topology={"trainer": settings.train.backend, "engines": settings.rollout.backend},
         )
-        history = rounds(one, sender, rollouts, log)
+        history = rounds(one, sender, rollouts, log, now)
         sender.close()
         if first:
             print(f"As one page: awex-delta report {settings.run.log}", flush=True)
@@ -316,13 +323,6 @@ def meeting_point(settings: Settings, port: int) -> Rendezvous:
         host=settings.run.host,
         port=int(shared),
     )
-
-
-def check_engine(settings: Settings) -> None:
-    """Refuse an engine that cannot start here, before its absence is noticed by a timeout."""
-    backend = settings.rollout.backend
-    if backend.startswith("vllm:") and find_spec("vllm") is None:
-        raise ConfigError(f"rollout.backend = {backend!r}: vllm is not installed. Remedy: make vllm")
 
 
 def main() -> None:

@@ -11,6 +11,7 @@ import pytest
 from pydantic import BaseModel
 
 import awex_delta
+from awex_delta import errors
 from awex_delta.settings.resolve import RolloutConfig, SchedulingStrategy, TrainEngineConfig
 from tests.contract.sources import PACKAGE, ROOT, package_sources
 
@@ -25,8 +26,8 @@ PUBLIC_NAMES = {
     *("scrub_worker_environment", "settings_from_environment"),
     *("TrainerView", "EngineView", "EngineTensor"),
     *("DeltaSettings", "UpdateStats", "Verdict", "Kind", "Reason"),
-    *("AwexDeltaError", "ConfigError", "ConnectError"),
-    *("UpdateError", "UpdateAborted", "LockstepError", "PeerError"),
+    *("PartCount", "SglangDriver", "VllmDriver", "TorchAdamWTrainer"),
+    *(name for name, value in vars(errors).items() if isinstance(value, type)),
 }
 
 TRAIN_SETTINGS = {
@@ -50,6 +51,7 @@ TRAIN_SETTINGS = {
     "weight_update_disk_url": "",
     "weight_update_disk_kind": "delta",
     "weight_update_keep_anchors": 2,
+    "weight_update_not_finite": "warn",
     "weight_update_read_workers": 4,
     "use_lora": False,
     "ppo_n_minibatches": 1,

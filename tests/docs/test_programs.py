@@ -52,6 +52,7 @@ RUN_HERE = {
     *(f"docs/en/{name}.md" for name in ("report", "sglang", "targets", "trainers", "verl")),
 }
 RUN_ELSEWHERE = {
+    "docs/en/first.md": "tests/docs/test_first.py",
     "docs/en/fsdp.md": "tests/procs/test_fsdp_streams.py",
     "docs/en/vllm.md": "tests/procs/test_vllm.py",
 }

@@ -7,7 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from awex_delta.detection import moves
 from tests.numerics import exactness
 from tests.numerics.test_oracle import FORWARDS, ROW, WEIGHTS
 
@@ -27,9 +29,11 @@ def test_it_goes_on_where_it_was_and_counts_every_element_once(
     both = json.loads(record.read_text())
     assert (first["parts"], both["parts"]) == (1, 2)
     assert first["totals"].items() <= both["totals"].items()
-    counts = [value for where, value in both["totals"].items() if " | capture | " in where]
-    assert sum(one["elements"] for one in counts) == 2 * ROW
-    assert len(both["totals"]) == 2 * 3 * len(WEIGHTS)  # the first two parts are of two forms
+    judged = {"eager": 0, "compiled": 0, "capture eager": 0, "capture compiled": 0}
+    for where, counts in both["totals"].items():
+        judged[where.split(" | ")[1]] += counts["elements"]
+    assert judged == dict.fromkeys(judged, 2 * ROW)
+    assert len(both["totals"]) == 2 * 4 * len(WEIGHTS)  # the first two parts are of two forms
     assert {where.split(" | ")[0] for where in both["totals"]} == set(list(FORWARDS)[:2])
 
 
@@ -53,6 +57,12 @@ def test_the_pages_hold_the_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     row = "| normal | 1e-06 | 3,000,000 | 1.00% | 0 | 0.500% |"
     table = f"{words['head']}\n|---|---|---|---|---|---|\n{row}"
     assert page.read_text() == (f"before\n\n<!-- exactness -->\n\n{table}\n\n<!-- /exactness -->\n\nafter\n")
+
+
+def test_the_compiled_capture_is_judged_too() -> None:
+    dtypes = (torch.bfloat16, torch.float32, torch.int32)
+    assert moves._compiled(moves.moves, "cpu", dtypes) is not None, "this machine needs a compiler for it"
+    assert min(numel for _, numel in WEIGHTS.values()) >= moves._SHORTEST_COMPILED
 
 
 @pytest.mark.all

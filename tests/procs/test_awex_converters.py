@@ -16,8 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from awex.models.qwen4_exp import register_qwen4_exp_awex
-from awex.models.registry import ModelRegistry, get_train_weights_converter
-from awex.sharding.rank_info import RankInfo
+from awex.models.registry import ModelRegistry
 from megatron.core import parallel_state as mpu
 
 from awex_delta.conversion.routes import find_routes
@@ -34,6 +33,7 @@ from awex_delta.testing.dict_engine import DictEngine
 from awex_delta.testing.faults import FaultPlan
 from awex_delta.testing.procs import Rank, run_ranks
 from awex_delta.testing.tiny_models import TinySpec, TinyTrainer, build_trainer
+from awex_delta.trainers.converters import converter_of
 from awex_delta.trainers.megatron import MegatronTrainer
 from awex_delta.trainers.megatron_layout import rank_info
 from awex_delta.trainers.torch_adamw import TorchAdamWTrainer
@@ -214,7 +214,7 @@ COLUMNS = tuple(f"{name}.weight" for name in ("o_proj", "out_proj", "dense", "do
 
 
 def config_of(architecture: str) -> Any:
-    text = SimpleNamespace(**CONFIG, architectures=[architecture])
+    text: Any = SimpleNamespace(**CONFIG, architectures=[architecture], get_text_config=lambda: text)
     if "ConditionalGeneration" not in architecture:
         return text
     return SimpleNamespace(**vars(text), text_config=text, vision_config=VISION)
@@ -237,15 +237,14 @@ class Shards(TorchAdamWTrainer):
     def __init__(self, architecture: str, shapes: Shapes) -> None:
         info = rank_info()
         self._rank = int(info["tp_rank"])
-        self._converter = get_train_weights_converter(
-            "mcore",
-            architecture,
+        self._converter = converter_of(
             config_of(architecture),
-            RankInfo(**info),
-            {"infer_engine_config": {"tp_size": 1, "ep_size": 1}, "infer_atten_tp_size": 1},
-            tf_config=SimpleNamespace(
+            info,
+            SimpleNamespace(
                 hidden_size=HIDDEN, num_attention_heads=HEADS, num_query_groups=KV_HEADS, kv_channels=HEAD_DIM
             ),
+            layer_ids={},
+            router_dtype="bf16",
         )
         weights = {name: self._draw(name, shape) for name, shape in shapes.items()}
         masters = {name: weight.float().requires_grad_() for name, weight in weights.items()}

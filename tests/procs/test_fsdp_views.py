@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Shard
@@ -184,7 +185,7 @@ def _on_meta(training: FsdpTraining) -> None:
 
 def _three_dimensions(training: FsdpTraining) -> None:
     model = _unsharded(training)
-    model.conv = nn.Conv1d(2, 2, 3)
+    model.register_parameter("cube", nn.Parameter(torch.zeros(2, 2, 3)))
     fully_shard(model, mp_policy=_policy(torch.bfloat16))
     training.model, training.optimizer = model, torch.optim.AdamW(model.parameters())
 
@@ -198,7 +199,7 @@ REFUSED: Mapping[str, Change] = {
     r"hf_config.tie_word_embeddings=True, but the model does not tie lm_head.weight": _tied,
     r"model.embed_tokens.weight is computed with in torch.float64; .*Remedy: give fully_shard": _double,
     r"model.embed_tokens.weight lies on meta, its mesh on cpu. Remedy": _on_meta,
-    r"conv.weight: this rank holds \(2, 2, 3\) .*Remedy": _three_dimensions,
+    r"cube: this rank holds \(2, 2, 3\) .*Remedy": _three_dimensions,
 }
 
 
@@ -255,5 +256,24 @@ def check_recipes(me: Rank) -> None:
     assert detection.num_changed > 100
 
 
-def test_several_optimizers_and_saved_buffers() -> None:
+def check_wrappers(me: Rank) -> None:
+    training = start(me, SPEC)
+    settings = DeltaSettings()
+    names = [info.param for info in training.attach(settings).weights()]
+    model: Any = _unsharded(training)
+    model.model.layers[0] = checkpoint_wrapper(model.model.layers[0])
+    fully_shard(model.model.layers[0], mp_policy=_policy(torch.bfloat16))
+    fully_shard(model, mp_policy=_policy(torch.bfloat16))
+    compiled: Any = torch.compile(model)
+    view = FsdpTrainer.attach(
+        compiled, torch.optim.AdamW(model.parameters()), training.hf_config, settings=settings
+    )
+    assert [info.param for info in view.weights()] == names
+    for info in view.weights():
+        assert view.tensor(info.key).shape == info.shape
+    assert any("_checkpoint_wrapped_module" in name for name, _ in compiled.named_parameters())
+
+
+def test_several_optimizers_saved_buffers_and_wrappers() -> None:
     run_ranks(check_recipes, 1)
+    run_ranks(check_wrappers, 1)

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from awex_delta.detection.slices import Detection
-from awex_delta.errors import UnsupportedError
+from awex_delta.errors import ConfigError, UnsupportedError
 from awex_delta.protocol.verdict import Reason
 from awex_delta.settings.agreed import DeltaSettings
 from awex_delta.testing.procs import Rank, run_ranks
@@ -435,11 +436,13 @@ def check_refusals(me: Rank) -> None:
     tiny, other = build_trainer(TinySpec(layers=1)), build_trainer(TinySpec(layers=1))
     norm = tiny.chunks[0].module.decoder.final_layernorm
     extra = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
-    for optimizer, message in (
-        (other.optimizer, "no optimizer steps it"),
-        (object(), "object has no attribute"),
+    for optimizer, kind, message in (
+        (other.optimizer, UnsupportedError, "no optimizer steps it"),
+        # As of a release whose class lacks what is read.
+        (DistributedOptimizer.__new__(DistributedOptimizer), UnsupportedError, "Optimizer has no attribute"),
+        (torch.optim.AdamW([extra]), ConfigError, "optimizer is a AdamW, none of Megatron's. Remedy: give"),
     ):
-        with pytest.raises(UnsupportedError, match=message):
+        with pytest.raises(kind, match=message):
             MegatronTrainer.attach(tiny.chunks, optimizer, tiny.hf_config, settings=DeltaSettings())
 
     norm.register_parameter("extra", extra)

@@ -179,7 +179,7 @@ def spread(me: Rank, spec: TinySpec, kind: Callable[..., torch.optim.Optimizer])
     with cpu_device():
         tiny.optimizer = layer_wise(tiny, kind)
     settings = DeltaSettings(
-        method="snapshot", transport="disk", disk_url=str(me.folder / "run"), verify="full"
+        method="capture", transport="disk", disk_url=str(me.folder / "run"), verify="full"
     )
     view, inverting = attach(tiny, settings), attach(tiny, DeltaSettings())
     inverting.committed()

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
+from awex_delta.errors import ConnectError
 from awex_delta.protocol.verdict import Kind
 from awex_delta.testing.dict_engine import DictEngine
 from awex_delta.trainers.torch_adamw import TorchAdamWTrainer
@@ -86,3 +87,22 @@ def test_relocation_stays_sparse_and_computation_travels_whole() -> None:
     assert shares["split", 2] == shares["cast", 2] == 1.0
     assert shares["add_one", 1] > 1.0
     assert shares["add_one", 2] > 1.0
+
+
+def test_a_converter_that_fails_on_one_rank_is_named_on_all() -> None:
+    pairing = pairing_of(split, 2, (48, 10))
+
+    def fail(_: str, tensor: torch.Tensor) -> Sequence[tuple[str, torch.Tensor]]:
+        if not tensor.is_meta:
+            raise RuntimeError("no kernel for these heads")
+        return split(tensor)
+
+    pairing.trainers[1].convert = fail  # type: ignore[method-assign, assignment]
+    outcomes = pairing.update(0)
+    pairing.close()
+    for outcome in outcomes:
+        assert isinstance(outcome, ConnectError)
+        assert f"the converter of {FUSED} (48, 10) fails: RuntimeError: no kernel for these heads" in str(
+            outcome
+        )
+        assert "trainer rank 1" in str(outcome)

@@ -484,7 +484,7 @@ def test_a_folder_without_versions_says_so(build: Build, tmp_path: Path) -> None
     engine = build(Engine, build(Trainers, str(tmp_path)))
     (error,) = engine.try_read()
     assert isinstance(error, ChainError)
-    assert "there is no version in the folder" in str(error)
+    assert f"there is no version in {tmp_path}" in str(error)
     shutil.rmtree(tmp_path)
     assert isinstance(engine.try_read(3)[0], ChainError)
 

@@ -14,6 +14,7 @@ from awex_delta.testing.dict_engine import DictEngine
 from awex_delta.trainers.torch_adamw import TorchAdamWTrainer
 from tests.pairing import EngineSeat, Pairing
 from tests.ranks.conftest import EMBED, SETTINGS, SHAPES, train, wrong
+from tests.te_adam import Float8Tensor
 
 Make = Callable[..., Pairing]
 
@@ -66,9 +67,17 @@ def moments_infinite(pairing: Pairing) -> None:
     state(pairing, 1)["exp_avg"].view(-1)[-1] = float("inf")
 
 
-def moments_bf16(pairing: Pairing) -> None:
+def moments_fp16(pairing: Pairing) -> None:
     found = state(pairing, 1)
-    found["exp_avg_sq"] = found["exp_avg_sq"].bfloat16()
+    found["exp_avg_sq"] = found["exp_avg_sq"].half()  # of which no scale tells what it stands for
+
+
+def moments_coarse(pairing: Pairing) -> None:
+    trainer = pairing.trainers[1]
+    assert isinstance(trainer, TorchAdamWTrainer)
+    for found in trainer.optimizer.state.values():
+        zeros = torch.zeros_like(found["exp_avg"]).to(torch.float8_e4m3fn)
+        found["exp_avg"] = Float8Tensor.make(zeros, torch.ones(1))
 
 
 def step_is_zero(pairing: Pairing) -> None:
@@ -98,7 +107,8 @@ AFTER_TRAINING: list[tuple[Reason, Callable[[Pairing], None]]] = [
     (Reason.STEP_DISPROVED, all_replaced),
     (Reason.MOMENTS_MISSING, moments_missing),
     (Reason.MOMENTS_INVALID, moments_infinite),
-    (Reason.MOMENTS_INVALID, moments_bf16),
+    (Reason.MOMENTS_INVALID, moments_fp16),
+    (Reason.MOMENTS_COARSE, moments_coarse),
     (Reason.STEP_GAP, step_is_zero),
     (Reason.MASTER_MISMATCH, weights_replaced),
     (Reason.DETECTION_FAILED, detection_fails),
@@ -185,11 +195,13 @@ def test_an_optimizer_that_cannot_be_inverted_is_synchronized_in_full(
         stats = pairing.commit(version)
         expected = Reason.FIRST_SYNC if version == 0 else reason
         assert {s.verdict.reason for s in stats} == {expected}
+        if reason is Reason.NOT_ADAMW and version:
+            assert "the optimizer is SGD. Remedy: set weight_update_delta_method" in stats[0].verdict.detail
         assert wrong(pairing) == [{}]
 
 
 def test_version_gaps_both_ways(make: Make) -> None:
-    pairing = make()
+    pairing, before = make(), -1
     for version, reason in (
         (5, Reason.FIRST_SYNC),
         (7, Reason.VERSION_GAP),
@@ -199,6 +211,9 @@ def test_version_gaps_both_ways(make: Make) -> None:
         train(pairing)
         stats = pairing.commit(version)
         assert {s.verdict.reason for s in stats} == {reason}
+        if reason is Reason.VERSION_GAP:
+            assert stats[0].verdict.detail == f"{before} was committed, {version} was asked for"
+        before = version
         assert wrong(pairing) == [{}, {}, {}]
         assert [r.version for r in pairing.receivers] == [version] * 3
 

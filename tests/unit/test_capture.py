@@ -156,8 +156,8 @@ def test_columns_that_are_written_are_noticed_wherever_they_are_in_a_word() -> N
     trainer = make()
     weight = trainer.tensor("0/a")
     for trial in range(192):
-        for _ in range(2):  # the first of them hears of the values that were put back
-            trainer.committed()
+        trainer.detect()  # it hears of the values that were put back
+        trainer.committed()
         before = weight.clone()
         rows = slice(trial % 5, trial % 5 + 10)
         weight[rows, trial % 96] *= -1 if trial % 2 else 2
@@ -223,7 +223,7 @@ def test_an_error_inside_a_hook_lets_training_go_on_and_the_update_be_full(
         raise MemoryError("no room")
 
     with monkeypatch.context() as patched:
-        patched.setattr(capture, "step_code", fail)
+        patched.setattr(capture, "moves", fail)
         trainer.train_step()
     found = trainer.detect()
     assert (found.reason, found.detail) == (Reason.DETECTION_FAILED, "MemoryError: no room")
@@ -264,7 +264,7 @@ def test_a_step_that_is_recorded_as_a_graph_reads_nothing_and_its_replay_is_unse
 
 
 def test_pieces_of_any_size_and_alignment_find_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capture, "_PIECE", 60)
+    monkeypatch.setattr(capture, "_EAGER_PIECE", 60)
     for dp_rank in range(3):
         trainer = make("adamw", dp_rank=dp_rank, dp_size=3)
         trainer.committed()

@@ -81,6 +81,7 @@ WRITTEN = [
             ("release_grad_buffers", True, False),
             ("timeout_seconds", 7.0, False),
             ("connect_timeout_seconds", 0.5, False),
+            ("not_finite", "refuse", False),
             ("keep_anchors", 5, True),
             ("read_workers", 9, False),
         ]
@@ -326,7 +327,10 @@ def test_the_policy_any_admits_other_sums() -> None:
 @pytest.mark.parametrize(
     ("changes", "parts"),
     [
-        ({"weight_update_anchor_interval": -1}, ["weight_update_anchor_interval = -1", "0: never"]),
+        (
+            {"weight_update_anchor_interval": -1},
+            ["weight_update_anchor_interval = -1", "Remedy: write a whole number from 0, such as 20"],
+        ),
         ({"weight_update_anchor_interval": "5"}, ["weight_update_anchor_interval = '5'", "valid integer"]),
         ({"weight_update_anchor_interval": 2.5}, ["weight_update_anchor_interval = 2.5", "valid integer"]),
         ({"weight_update_anchor_interval": 2.0}, ["weight_update_anchor_interval = 2.0", "valid integer"]),
@@ -336,7 +340,10 @@ def test_the_policy_any_admits_other_sums() -> None:
         ({"weight_update_delta_encoding": "xor"}, ["weight_update_delta_encoding = 'xor'", "'indices'"]),
         ({"weight_update_verify": "all"}, ["weight_update_verify = 'all'", "'touched' or 'full'"]),
         ({"weight_update_verify": True}, ["weight_update_verify = True"]),
-        ({"weight_update_verify_interval": -1}, ["weight_update_verify_interval = -1", "0: none does"]),
+        (
+            {"weight_update_verify_interval": -1},
+            ["weight_update_verify_interval = -1", "write a whole number from 0"],
+        ),
         ({"weight_update_verify_interval": "5"}, ["weight_update_verify_interval = '5'", "valid integer"]),
         ({"world_size_policy": "all"}, ["world_size_policy = 'all'", "'power_of_two' or 'any'"]),
         ({"weight_update_timeout_seconds": 0}, ["weight_update_timeout_seconds = 0", "greater than 0"]),
@@ -346,7 +353,7 @@ def test_the_policy_any_admits_other_sums() -> None:
         ({"enable_delta_weight_update": "true"}, ["enable_delta_weight_update = 'true'", "valid boolean"]),
         (
             {"weight_update_delta_accumulate": "yes"},
-            ["weight_update_delta_accumulate = 'yes'", "valid boolean", "one byte of memory"],
+            ["weight_update_delta_accumulate = 'yes'", "valid boolean", "Remedy: write true or false"],
         ),
         ({"weight_update_transport": "nfs"}, ["weight_update_transport = 'nfs'", "'p2p' or 'disk'"]),
         ({"weight_update_disk_kind": "half"}, ["weight_update_disk_kind = 'half'", "'delta' or 'full'"]),
@@ -354,7 +361,7 @@ def test_the_policy_any_admits_other_sums() -> None:
         ({"weight_update_read_workers": 0}, ["weight_update_read_workers = 0", "greater than or equal to 1"]),
         ({"use_lora": 1}, ["use_lora = 1", "valid boolean"]),
         ({"backend": 8}, ["backend = 8", "valid string", "megatron:d2p1t4"]),
-        ({"version": 2}, ["version = 2", "valid string", "Deltas need `v2`"]),
+        ({"version": 2}, ["version = 2", "valid string", "Remedy: write a text, such as v2"]),
         ({"anchor_interval": 5}, ["anchor_interval = 5", "did you mean weight_update_anchor_interval?"]),
         ({"enable_delta_weight_updates": True}, ["did you mean enable_delta_weight_update?"]),
         ({"zzz": 1}, ["zzz = 1", "remove it; known settings: backend, version"]),
@@ -388,7 +395,9 @@ def test_a_wrong_rollout_setting_is_refused(changes: dict[str, object], parts: l
 def test_keywords_are_refused_as_loaded_data_is() -> None:
     with pytest.raises(ConfigError, match="weight_update_anchor_interval = -1"):
         TrainEngineConfig(backend="megatron:d2", weight_update_anchor_interval=-1)
-    with pytest.raises(ConfigError, match=re.escape("backend is missing. Remedy: Allocation string")):
+    with pytest.raises(
+        ConfigError, match=re.escape("backend is missing. Remedy: write a text, such as megatron:d2p1t4")
+    ):
         TrainEngineConfig.load({})
 
 
@@ -464,6 +473,7 @@ def test_worker_environment_by_default() -> None:
         "DTE_RELEASE_GRAD_BUFFERS": "False",
         "DTE_TIMEOUT_SECONDS": "300.0",
         "DTE_CONNECT_TIMEOUT_SECONDS": "300.0",
+        "DTE_NOT_FINITE": "warn",
         "DTE_SECRET_SOURCE": "",
         "DTE_TRANSPORT": "p2p",
         "DTE_DISK_URL": "",

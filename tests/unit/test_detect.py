@@ -223,13 +223,18 @@ def with_element(tensor: torch.Tensor | None, value: float) -> torch.Tensor:
     return changed
 
 
+def freed(tensor: torch.Tensor) -> torch.Tensor:
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
 Change = Callable[[OwnedSlice], OwnedSlice]
 
 DAMAGE: dict[str, tuple[Change, Reason]] = {
     "no master": (lambda s: replace(s, main=None), Reason.NO_FP32_MASTER),
     "a bf16 master": (lambda s: replace(s, main=s.weight), Reason.NO_FP32_MASTER),
-    "the remainder of a split master": (
-        lambda s: replace(s, main=torch.zeros(4096, dtype=torch.int16)),
+    "an fp16 master": (
+        lambda s: replace(s, main=torch.zeros(4096, dtype=torch.float16)),
         Reason.NO_FP32_MASTER,
     ),
     "no exp_avg": (lambda s: replace(s, exp_avg=None), Reason.MOMENTS_MISSING),
@@ -239,15 +244,19 @@ DAMAGE: dict[str, tuple[Change, Reason]] = {
         lambda s: replace(s, exp_avg_sq=torch.zeros(4095)),
         Reason.MOMENTS_MISSING,
     ),
-    "bf16 moments": (
-        lambda s: replace(s, exp_avg=torch.zeros(4096, dtype=torch.bfloat16)),
-        Reason.MOMENTS_INVALID,
-    ),
-    "fp16 moments": (
+    "fp16 moments without a scale": (
         lambda s: replace(s, exp_avg=torch.zeros(4096, dtype=torch.float16)),
         Reason.MOMENTS_INVALID,
     ),
-    "scaled 8-bit moments": (
+    "a scale that was freed": (
+        lambda s: replace(s, exp_avg=torch.zeros(4096).half(), exp_avg_scale=freed(torch.ones(1))),
+        Reason.STATE_AWAY,
+    ),
+    "fp8 moments of another kind": (
+        lambda s: replace(s, exp_avg=torch.zeros(4096).to(torch.float8_e5m2), exp_avg_scale=torch.ones(1)),
+        Reason.MOMENTS_INVALID,
+    ),
+    "8-bit moments": (
         lambda s: replace(s, exp_avg_sq=torch.zeros(4096, dtype=torch.uint8)),
         Reason.MOMENTS_INVALID,
     ),
@@ -463,7 +472,7 @@ def special_states() -> adamw.State:
 def test_the_compiled_pass_and_the_eager_one_say_of_special_values_what_casts_say() -> None:
     state = special_states()
     state = state.pick(torch.arange(state.main.numel() - 1))
-    compiled = detect._compiled_codes("cpu")
+    compiled = detect._compiled_codes("cpu", is_split=False)
     assert compiled is not None
     assert state.main.numel() % 16 != 0  # the last vector is not full
     for step in (replace(STEP, step=3), replace(STEP, step=1, lr=0.5), replace(STEP, eps=0.0), STILL):

@@ -16,9 +16,11 @@ from awex_delta.wire.digest import (
     digest,
     digests,
     salt_of,
+    signed,
     state_digest,
     sum_at,
     sum_whole,
+    sums_by_group,
 )
 
 INTEGERS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
@@ -157,6 +159,23 @@ def test_compiled_is_the_same() -> None:
     assert got == oracle(index.numpy(), integers(tensor[index]), "x")
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("shape", [(3, 1), (1, 70_001), (70_001, 1), (300, 257), (3, 70_000)])
+def test_rows_count_their_elements_from_where_they_begin(shape: tuple[int, int], compiled: bool) -> None:
+    rows = values(*shape)
+    first = torch.randint(1 << 40, (shape[0],), generator=torch.Generator().manual_seed(2))
+    places = (first[:, None] + torch.arange(shape[1])).view(-1)
+    want = oracle(places.numpy(), integers(rows), "x")
+    assert as_unsigned(sum_at(first, rows, salt_of("x"), compiled=compiled)) == want
+    group = torch.arange(shape[0]) % 2
+    salts = torch.tensor([signed(salt_of("x")), signed(salt_of("x"))])
+    odd, even = places.view(shape)[1::2].reshape(-1), places.view(shape)[::2].reshape(-1)
+    assert [total % MODULUS for total in sums_by_group(first, rows, salts, group).tolist()] == [
+        oracle(even.numpy(), integers(rows[::2]), "x"),
+        oracle(odd.numpy(), integers(rows[1::2]), "x"),
+    ]
+
+
 def test_memory_is_bounded() -> None:
     tensor = values(1 << 12, 1 << 9).t()  # not contiguous: a copy of it would be 4 MiB
     with torch.profiler.profile(profile_memory=True) as profile:
@@ -174,5 +193,5 @@ def test_many_tensors_at_once_have_the_digests_of_each() -> None:
         for place, size in enumerate(sizes)
     }
     tensors["turned"] = tensors["3"].t()
-    assert digests(tensors) == {name: digest(tensor, name) for name, tensor in tensors.items()}
-    assert digests({}) == {}
+    assert digests(tensors.items()) == {name: digest(tensor, name) for name, tensor in tensors.items()}
+    assert digests([]) == {}

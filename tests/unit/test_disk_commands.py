@@ -108,7 +108,9 @@ def test_transformers_loads_anchors_and_generates_the_same_after_replay(build: B
     assert generated(model) != first  # training moved it
     assert generated(served) == generated(model)
     checkpoint = tmp_path / "local"
-    assert invoke("pull", str(tmp_path / "run"), str(checkpoint)).stdout.startswith("version 2: 3 applied")
+    pulled = invoke("pull", str(tmp_path / "run"), str(checkpoint))
+    assert pulled.stdout.startswith("version 2: 3 applied")
+    assert pulled.stderr == ""  # no bar in a pipe
     assert invoke("pull", str(tmp_path / "run"), str(checkpoint)).stdout == "version 2: nothing to do\n"
     again = json.loads(invoke("pull", str(tmp_path / "run"), str(checkpoint), "--json").stdout)
     assert again == {
@@ -237,24 +239,24 @@ def test_pull_follow_takes_new_versions_until_it_is_stopped(
 
     monkeypatch.setattr("awex_delta.cli.pull._pause", pause)
     result = CliRunner().invoke(app, ["pull", trainers.url, str(tmp_path / "local"), "--follow"])
-    assert "there is no version in the folder" in result.output  # not yet, and it goes on
+    assert f"there is no version in {trainers.url}" in result.output  # not yet, and it goes on
     assert "version 0: 1 applied" in result.output
     assert "version 1: 1 applied" in result.output
     assert same(tmp_path / "local", trainers.history[1])
 
 
 def test_pull_says_why_it_cannot(tmp_path: Path) -> None:
-    assert (
-        "there is no version in the folder"
-        in invoke("pull", str(tmp_path), str(tmp_path / "x"), code=1).output
-    )
+    result = invoke("pull", str(tmp_path), str(tmp_path / "x"), code=1)
+    assert f"there is no version in {tmp_path}" in result.output
     assert "nosuch://x" in invoke("pull", "nosuch://x", str(tmp_path / "x"), code=2).output
 
 
 def test_a_folder_that_is_not_there_is_none_that_is_whole(tmp_path: Path) -> None:
     result = invoke("inspect", str(tmp_path / "typo"), code=2)
-    assert f"there is no folder {tmp_path / 'typo'}" in result.output
-    assert "no version in the folder" in invoke("inspect", str(tmp_path)).output
+    assert f"{str(tmp_path / 'typo')!r} does not exist. Remedy: give the folder" in result.output
+    assert f"no version in {tmp_path}" in invoke("inspect", str(tmp_path)).output
+    (tmp_path / "file").touch()
+    assert str(tmp_path / "file") in invoke("inspect", str(tmp_path / "file"), code=2).output
     assert json.loads(invoke("inspect", str(tmp_path), "--json").stdout)["versions"] == []
 
 

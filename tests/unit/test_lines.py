@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from random import Random
 
 import pytest
@@ -56,23 +58,36 @@ def boxes_of(layout: list[tuple[tuple[int, int], tuple[slice, slice]]]) -> tuple
     return boxes, source_of, start
 
 
+@contextmanager
+def blocks_of(elements: int) -> Iterator[None]:
+    """Blocks, and the parts of long rows, as small as these."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(boxes_module, "_BLOCK", elements)
+        patch.setattr(boxes_module, "_LONG_ROW", max(1, elements // 2))
+        yield
+
+
 @given(st.lists(cuts(), max_size=5), st.randoms(), st.integers(1, 7))
 def test_a_map_finds_what_a_view_shows(
     layout: list[tuple[tuple[int, int], tuple[slice, slice]]], random: object, block: int
 ) -> None:
     boxes, source_of, numel = boxes_of(layout)
     chosen = torch.tensor([p for p in range(numel) if random.random() < 0.5], dtype=torch.int64)  # type: ignore[attr-defined]
-    before, boxes_module._BLOCK = boxes_module._BLOCK, block
-    try:
+    with blocks_of(block):
         found, pick = BoxMap(boxes).map(chosen)
-        pairs = [torch.stack(pair) for pair in BoxMap(boxes).everything()]
+        rows = list(BoxMap(boxes).rows(torch.device("cpu")))
         back, back_pick = BoxMap(boxes.turned()).map(torch.arange(source_of.numel()))
-    finally:
-        boxes_module._BLOCK = before
     expected = [(t, p) for t, p in enumerate(source_of.tolist()) if p in set(chosen.tolist())]
     assert list(zip(found.tolist(), chosen[pick].tolist(), strict=True)) == expected
-    every = torch.cat([torch.empty(2, 0, dtype=torch.int64), *pairs], 1)
-    assert every.tolist() == [list(range(source_of.numel())), source_of.tolist()]
+    assert all(target.diff().ge(width).all() for target, _, width in rows)
+    every = {
+        t + place: p + place
+        for target, source, width in rows
+        for t, p in zip(target.tolist(), source.tolist(), strict=True)
+        for place in range(width)
+    }
+    assert every == dict(enumerate(source_of.tolist()))
+    assert sum(target.numel() * width for target, _, width in rows) == len(every)
     order = torch.argsort(source_of)
     assert back.tolist() == source_of[order].tolist()
     assert back_pick.tolist() == order.tolist()
@@ -152,15 +167,12 @@ def test_one_end_of_a_line_is_plain_indexing(
     assert same(end.gather(pos), values[pos])
     start, stop = sorted(random.randint(0, there.numel()) for _ in range(2))
     assert same(end.read(start, stop), values[start:stop])
-    before, boxes_module._BLOCK = boxes_module._BLOCK, block
-    try:
-        pieces = list(end.blocks())
-    finally:
-        boxes_module._BLOCK = before
-    found = torch.cat([one for one, _ in pieces])
+    with blocks_of(block):
+        pieces = [(pos[:, None] + torch.arange(value.shape[1]), value) for pos, value in end.rows()]
+    found = torch.cat([one.view(-1) for one, _ in pieces])
     assert found.sort().values.tolist() == list(range(there.numel()))
-    assert there[found].diff().gt(0).all(), "read in the order of memory"
-    assert same(torch.cat([one for _, one in pieces]), values[found])
+    assert all(there[pos].view(-1).diff().gt(0).all() for pos, _ in pieces), "read in the order of memory"
+    assert same(torch.cat([one.reshape(-1) for _, one in pieces]), values[found])
 
 
 @given(lines(), st.randoms())
@@ -212,3 +224,14 @@ def test_elements_that_lie_twice_in_a_line_are_read_twice() -> None:
     assert end.read(0, 19).equal(line)
     assert end.gather(torch.tensor([3, 9, 11, 17])).equal(line[[3, 9, 11, 17]])
     assert end.read(5, 18).equal(line[5:18])
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)])
+def test_rows_of_tensors_that_share_a_storage_in_another_order(order: tuple[int, ...]) -> None:
+    whole = torch.arange(12).to(torch.bfloat16)
+    tensors = [*(whole.view(3, 4)[place] for place in order), torch.arange(50, 54).to(torch.bfloat16)]
+    got = Storages(tensors).gather_rows(torch.arange(0, 16, 4), 4, torch.bfloat16)
+    assert same(got, torch.stack(tensors))
+    twice = Storages(tensors).gather_rows(torch.tensor([0, 2, 0, 2, 8, 12, 12]), 2, torch.bfloat16)
+    first, third, last = tensors[0].view(2, 2), tensors[2][:2], tensors[3][:2]
+    assert same(twice, torch.stack([*first, *first, third, last, last]))

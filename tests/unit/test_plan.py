@@ -346,7 +346,7 @@ def test_an_alias_of_something_else_than_the_embedding_is_refused() -> None:
 def test_a_tensor_that_no_rank_of_an_engine_holds_is_named() -> None:
     trainer_ranks = trainers(MODEL)
     said = refusal(engines(MODEL, head="none"), trainer_ranks, LayoutError)
-    assert f"only the trainer has [{HEAD}]; only the engine has []" in said
+    assert f"only the trainer has [{HEAD}]: the engine ties it" in said
 
 
 @pytest.mark.parametrize(

@@ -457,7 +457,7 @@ def test_masters_that_are_away_at_a_commit_are_passed_over() -> None:
     kept["transposed"] = torch.randn(4, 3).t()
     kept["bf16"] = torch.randn(4).bfloat16()
     kept["0"].data.untyped_storage().resize_(0)
-    sample.take(kept)
+    sample.take(torch.optim.SGD([torch.zeros(1)]), kept)
     assert sample.keys() == {"1", "2"}
 
 

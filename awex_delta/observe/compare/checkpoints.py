@@ -14,13 +14,14 @@ from safetensors import SafetensorError, safe_open
 
 from awex_delta import disk
 from awex_delta.errors import ConfigError, DiskError
-from awex_delta.wire.digest import MODULUS, as_unsigned, salt_of, sum_at
+from awex_delta.wire.digest import MODULUS, as_unsigned, salt_of, sum_whole
 
 PIECE_BYTES = 16 << 20
 """Of a tensor, this much is in memory at a time, or one row."""
 
 _INDEX = "model.safetensors.index.json"
-_LM_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+_LM_HEAD = "lm_head.weight"
+_EMBEDDINGS = ("model.embed_tokens.weight", "model.language_model.embed_tokens.weight")
 _DTYPES: Mapping[str, torch.dtype] = {
     "BF16": torch.bfloat16,
     "F16": torch.float16,
@@ -64,6 +65,7 @@ class Checkpoint:
         self.path = path
         self.entries: dict[str, Entry] = {}
         self._handles: dict[str, Any] = {}
+        _refuse_delta(path)
         files = _files_of(path)
         self._folder = None if files == [path] else path
         for file in files:
@@ -91,8 +93,8 @@ class Checkpoint:
         """The own name of a tensor that may be tied here; None where it is not there."""
         if name in self.entries:
             return name
-        tied = self._folder is None or _says_tied(self._folder)
-        return _EMBEDDING if name == _LM_HEAD and _EMBEDDING in self.entries and tied else None
+        tied = name == _LM_HEAD and (self._folder is None or _says_tied(self._folder))
+        return next((one for one in _EMBEDDINGS if tied and one in self.entries), None)
 
     def pieces(self, name: str) -> Iterator[torch.Tensor]:
         """The elements of a tensor in order, flat, a piece at a time."""
@@ -115,8 +117,7 @@ class Checkpoint:
         """
         total, start = 0, 0
         for piece in self.pieces(name):
-            index = torch.arange(start, start + piece.numel(), device="cpu")
-            total += as_unsigned(sum_at(index, piece, salt_of(salted_as or name)))
+            total += as_unsigned(sum_whole(piece, salt_of(salted_as or name), start=start))
             start += piece.numel()
         return total % MODULUS
 
@@ -132,6 +133,19 @@ def _files_of(path: Path) -> list[Path]:
         what = "holds no safetensors" if disk.exists(path) else "does not exist"
         raise ConfigError(f"{str(path)!r} {what}; give the folder of a HF checkpoint, or a .safetensors file")
     return files
+
+
+def _refuse_delta(path: Path) -> None:
+    """Refuse a version of a folder that holds changes, not weights: its files are no checkpoint."""
+    metadata = _read_json(path / _INDEX).get("metadata") if path.is_dir() else None
+    manifest = metadata.get("awex_delta") if isinstance(metadata, dict) else None
+    if isinstance(manifest, dict) and manifest.get("kind") == "delta":
+        version = manifest.get("version")
+        raise ConfigError(
+            f"{str(path)!r} is version {version} of a folder, a delta on version "
+            f"{manifest.get('base_version')}: it holds changes, not weights. Remedy: make a whole checkpoint "
+            f"of it by awex-delta pull {path.parent} CHECKPOINT --version {version}, and compare that"
+        )
 
 
 def _check_index(path: Path, found: Mapping[str, Entry]) -> None:

@@ -124,17 +124,17 @@ def digest_of_part(tensor: EngineTensor, salted_as: str) -> int:
     for start in range(0, len(part), rows):
         block = part[start : start + rows]
         box = (tensor.global_offset[0] + start, *tensor.global_offset[1:])
-        index = _positions(box, tuple(block.shape), tensor.global_shape, block.device)
-        total += as_unsigned(sum_at(index, block.reshape(-1), salt_of(salted_as)))
+        index = _row_starts(box, tuple(block.shape), tensor.global_shape, block.device)
+        total += as_unsigned(sum_at(index, block.reshape(-1, block.shape[-1]), salt_of(salted_as)))
     return total % MODULUS
 
 
-def _positions(
+def _row_starts(
     start: tuple[int, ...], shape: tuple[int, ...], whole: tuple[int, ...], device: torch.device
 ) -> torch.Tensor:
-    """Flat positions, in the whole tensor, of the elements of a box, row by row."""
+    """Flat positions, in the whole tensor, of the first element of each row of a box."""
     index = torch.zeros((), dtype=torch.int64, device=device)
-    for begin, size, extent in zip(start, shape, whole, strict=True):
+    for begin, size, extent in zip(start, (*shape[:-1], 1), whole, strict=True):
         index = index.unsqueeze(-1) * extent + torch.arange(begin, begin + size, device=device)
     return index.reshape(-1)
 

@@ -12,6 +12,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from awex_delta.errors import ConfigError
 from awex_delta.observe.runlog.writer import Part, RunHeader, UpdateLine, rank_path
+from awex_delta.settings.arguments import require
 
 _LINE: TypeAdapter[RunHeader | UpdateLine] = TypeAdapter(
     Annotated[RunHeader | UpdateLine, Field(discriminator="type")]
@@ -40,6 +41,7 @@ def read_run(path: str | Path) -> RunHistory:
     A line that was cut short, because the training was killed while it wrote, is left out and noted. Raises
     ConfigError, which names file and line, if there is no such file, or a line is none of this format.
     """
+    require((str, Path), "the path of a RUN.jsonl", path=path)
     path = Path(path)
     headers, updates, notes = _read_file(path)
     wanted, found = max(header.num_ranks for header in headers), [0]

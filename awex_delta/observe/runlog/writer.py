@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import platform
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -20,9 +20,11 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from awex_delta._version import __version__
 from awex_delta.errors import ConfigError
+from awex_delta.observe.runlog.trackers import Trackers, checked_trackers
 from awex_delta.protocol.stats import PartCount, UpdateStats
 from awex_delta.protocol.verdict import Reason
 from awex_delta.settings.agreed import DeltaSettings
+from awex_delta.settings.arguments import require
 
 FORMAT = 1
 """Version of the format, in every header. A reader ignores fields that it does not know."""
@@ -86,6 +88,7 @@ class UpdateLine(_Line):
     total_wire_bytes: Count = 0
     total_changed: Count = 0
     total_owned: Count = 0
+    total_not_finite: Count = 0
     full_bytes: Count = 0
     verified: str = "off"
     seconds: dict[str, Seconds] = Field(default_factory=dict)
@@ -113,6 +116,7 @@ class RunLog:
         num_ranks: int = 1,
         model: str = "",
         topology: Mapping[str, str] | None = None,
+        trackers: str | Sequence[str] = (),
     ) -> None:
         """Write the header: into a new file, or after what an earlier life of the training wrote.
 
@@ -123,10 +127,17 @@ class RunLog:
                 only in the counts by layer and kind.
             model: a name for people.
             topology: words on the layout of both sides, such as {"trainer": "megatron:d2t2"}.
+            trackers: "tensorboard", "wandb" or both: rank 0 writes the numbers there as well, under the
+                names of the gateway's metrics.
 
         Raises:
-            ConfigError: the file cannot be written.
+            ConfigError: the file cannot be written, or a tracker is not known, not installed, or begins
+                no run.
         """
+        require((str, Path), "a path", path=path)
+        require((DeltaSettings, type(None)), "what resolve(...).settings is", settings=settings)
+        require(int, "a whole number", rank=rank, num_ranks=num_ranks)
+        names = checked_trackers(trackers)
         self.path = rank_path(Path(path), rank)
         header = RunHeader(
             started=time.time(),
@@ -144,6 +155,7 @@ class RunLog:
                 f"path={str(self.path)!r}: cannot be written ({error.strerror}); "
                 "give a file in a folder that exists"
             ) from error
+        self._trackers = Trackers(names if rank == 0 else (), self.path)
 
     def append(
         self,
@@ -162,7 +174,7 @@ class RunLog:
             extra: plain numbers and words; one that is not finite is written as null.
         """
         verdict = stats.verdict
-        self._write(
+        self._add(
             UpdateLine(
                 **{one.name: getattr(stats, one.name) for one in fields(stats) if one.name != "verdict"},
                 time=time.time(),
@@ -182,7 +194,7 @@ class RunLog:
     ) -> None:
         """Add a line for an update that raised."""
         name, text = type(error).__name__, str(error)
-        self._write(
+        self._add(
             UpdateLine(
                 time=time.time(),
                 version=version,
@@ -192,6 +204,10 @@ class RunLog:
                 extra=dict(extra or {}),
             )
         )
+
+    def _add(self, line: UpdateLine) -> None:
+        self._write(line)
+        self._trackers.append(line)
 
     def _write(self, line: RunHeader | UpdateLine, begin: str = "") -> None:
         with self.path.open("a", encoding="utf-8") as file:
