@@ -32,6 +32,7 @@ from awex_delta import (
 )
 from awex_delta.engines.sglang.driver import EngineControl
 from awex_delta.engines.sglang.loader import LOAD_FORMAT
+from awex_delta.errors import ConfigError
 from awex_delta.gateway import read_token
 from awex_delta.protocol.stats import PartCount
 from awex_delta.protocol.verdict import Kind, Reason, Verdict
@@ -48,7 +49,7 @@ ENGINE, TRAINER = 0, 1
 RUN_HERE = {
     "README.md",
     *(f"docs/en/{name}.md" for name in ("configuration", "disk", "gateway", "integration", "operations")),
-    *(f"docs/en/{name}.md" for name in ("report", "sglang", "targets", "trainers")),
+    *(f"docs/en/{name}.md" for name in ("report", "sglang", "targets", "trainers", "verl")),
 }
 RUN_ELSEWHERE = {
     "docs/en/first.md": "tests/docs/test_first.py",
@@ -383,6 +384,16 @@ def test_the_page_on_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
     engine.update_weights_from_tensor(sent, load_format=LOAD_FORMAT, flush_cache=True)
     assert engine.calls[-1] == ("update", 7, True)
     engine.loop.close()
+
+
+def test_the_page_on_verl() -> None:
+    (program,) = python_blocks("docs/en/verl.md")
+    for block in (one for one in blocks_of(ROOT / "docs/en/verl.md") if one.language == "yaml"):
+        config = yaml.safe_load(block.code)
+        program.run({"config": config})
+        config["actor_rollout_ref"]["rollout"]["data_parallel_size"] = 2
+        with pytest.raises(ConfigError, match="more replicas"):
+            program.run({"config": config})
 
 
 def test_a_store_is_open_while_its_launcher_keeps_it() -> None:
