@@ -27,7 +27,7 @@ PUBLIC_NAMES = {
     *("TrainerView", "EngineView", "EngineTensor"),
     *("DeltaSettings", "UpdateStats", "Verdict", "Kind", "Reason"),
     *("PartCount", "SglangDriver", "VllmDriver", "TorchAdamWTrainer"),
-    *(name for name, value in vars(errors).items() if isinstance(value, type)),
+    *(name for name, one in vars(errors).items() if isinstance(one, type) and issubclass(one, Exception)),
 }
 
 TRAIN_SETTINGS = {
