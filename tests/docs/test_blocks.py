@@ -87,7 +87,7 @@ SHELL = [
 ]
 FOREIGN = {"cd", "curl", "docker", "export", "git", "kubectl", "pip", "ray", "sbatch", "scp", "ssh", "vllm"}
 """Programs that are not ours; a page may call them."""
-SAVED = {"folder.py", "sides.py"}
+SAVED = {"engine.py", "folder.py", "sides.py", "trainer.py"}
 """Programs that a page shows and has its reader save."""
 
 

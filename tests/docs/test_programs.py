@@ -414,7 +414,7 @@ class _Sender:
 
 def test_the_page_of_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    (log,) = python_blocks("docs/en/report.md")
+    log, tracked = python_blocks("docs/en/report.md")
     resolved = resolve(TrainEngineConfig(backend="megatron:d1"), RolloutConfig(backend="vllm:d1"))
     names: dict[str, Any] = {"resolved": resolved, "rank": 0, "world_size": 1, "num_steps": NUM_STEPS}
     log.run(names | {"train_step": lambda: None, "sender": _Sender(), "mean_reward": 0.5})
@@ -423,3 +423,6 @@ def test_the_page_of_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         (1, 0.5, 5),
         (2, 0.5, 5),
     ]
+    pytest.importorskip("tensorboard")
+    tracked.run(names, {', "wandb"': ","})  # tests/unit/test_trackers.py has both
+    assert (tmp_path / "RUN.tensorboard").exists()
