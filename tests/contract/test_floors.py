@@ -56,7 +56,7 @@ FLOORS = {
 # `attach` offers adapters of frameworks that may not all be installed.
 LATE_IMPORTS_ALLOWED = ("trainers", "engines", "testing", "demo", "cli", "attach", "gateway.adapters")
 PURE = ("lines", "wire", "plan", "detection.adamw")
-COMPILING = ("wire.digest",)  # warns where no compiler works
+COMPILING = ("lines.compiling",)  # warns where no compiler works
 IMPURE_MODULES = (
     "asyncio",
     "datetime",
