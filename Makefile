@@ -17,6 +17,7 @@ SOURCES := $(foreach folder,awex_delta tests benchmarks examples scripts,$(if $(
 PINNED := $(filter torch==2.13.0,$(TORCH))
 VLLM := $(if $(PINNED),$(if $(filter Linux-x86_64,$(shell uname -s)-$(shell uname -m)),.venv/.installed-vllm))
 SGLANG := $(if $(PINNED),.venv/.installed-sglang)
+VERL := $(if $(VLLM),.venv/.installed-verl)
 
 # Releases of megatron-core whose tests run, the newest last. Each gets a folder of its own, which stands before .venv.
 MEGATRON := 0.16.1 0.18.0 0.19.2
@@ -24,14 +25,15 @@ NEWEST := $(lastword $(MEGATRON))
 # $(call with-megatron,RELEASE): the environment of a command that is to find that release.
 with-megatron = PYTHONPATH="$(CURDIR)/.venv-megatron/$(1)"
 
-.PHONY: demo example test test-all test-fast megatron-matrix vllm sglang check format docs site bench exactness gpu clean
+.PHONY: demo example test test-all test-fast megatron-matrix vllm sglang verl check format docs site bench exactness gpu clean
 .PHONY: $(MEGATRON:%=megatron-%)
 
 demo: .venv/.installed
 	$(BIN)/awex-delta demo
 
-# The report is tested in a browser. Where none can be installed, those tests are skipped by name.
-CHROMIUM := $(if $(shell command -v chromium chromium-browser google-chrome),,$(if $(filter 0,$(shell id -u)),$(if $(shell command -v apt-get),.venv/.installed-chromium)))
+# The report is tested in a browser where there is one; those tests are skipped by name elsewhere. `make test BROWSER=1`
+# installs chromium for them, a package of the system.
+CHROMIUM := $(if $(BROWSER),$(if $(shell command -v chromium chromium-browser google-chrome),,$(if $(filter 0,$(shell id -u)),$(if $(shell command -v apt-get),.venv/.installed-chromium))))
 
 # GRPO on word problems, some minutes on two cores: examples/gsm8k_grpo/README.md
 example: .venv/.installed
@@ -42,11 +44,11 @@ WORKERS ?= 2
 PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # What a change must pass every day. What takes longer is marked `all`, and listed in CONTRIBUTING.md.
-test: .venv/.installed-dev .venv-megatron/$(NEWEST)/.installed $(VLLM) $(SGLANG) $(CHROMIUM)
+test: .venv/.installed-dev .venv-megatron/$(NEWEST)/.installed $(VLLM) $(SGLANG) $(VERL) $(CHROMIUM)
 	$(BIN)/python -m pytest -m "not all" $(PARALLEL)
 	$(call with-megatron,$(NEWEST)) $(BIN)/python -m pytest tests/procs/test_megatron_methods.py tests/procs/test_megatron_state.py
 
-test-all: .venv/.installed-dev $(VLLM) $(SGLANG) $(CHROMIUM)
+test-all: .venv/.installed-dev $(VLLM) $(SGLANG) $(VERL) $(CHROMIUM)
 	$(BIN)/python -m pytest $(PARALLEL)
 	$(MAKE) --no-print-directory megatron-matrix
 
@@ -64,6 +66,9 @@ vllm: .venv/.installed-vllm
 
 # SGLang 0.5.23's own model classes and weight updater on this CPU, for the tests: about 0.4 GB on disk.
 sglang: .venv/.installed-sglang
+
+# verl 0.9.1 and Ray on this CPU, for the tests, beside vLLM: about 0.6 GB on disk.
+verl: .venv/.installed-verl
 
 # The quick part, for daily use: a minute and a half on two cores.
 test-fast: .venv/.installed-dev
@@ -153,6 +158,13 @@ NO_TRITON := $$($(BIN)/python -c 'import triton' 2>/dev/null || echo 'megatron-c
 .venv/.installed-sglang: requirements-sglang.txt .venv/.installed-dev
 	$(PIP) --requirement requirements-sglang.txt
 	$(PIP) --no-deps sglang==0.5.23
+	@touch $@
+
+# The wheel of verl brings packages called `tests` and `scripts`, which would take the place of ours.
+.venv/.installed-verl: requirements-verl.txt .venv/.installed-vllm
+	@echo "Installing verl and Ray into .venv: a minute."
+	$(PIP) --no-deps --requirement requirements-verl.txt
+	$(BIN)/python -c 'import shutil, sysconfig; [shutil.rmtree(sysconfig.get_path("purelib") + "/" + name, ignore_errors=True) for name in ("tests", "scripts")]'
 	@touch $@
 
 .venv/.installed-chromium: | .venv/bin/python

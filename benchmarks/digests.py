@@ -10,8 +10,9 @@ import torch
 
 from awex_delta.lines.bits import UNSTATED, apply_code
 from awex_delta.lines.changes import Changes
+from awex_delta.lines.compiling import WORTH_COMPILING
 from awex_delta.lines.storages import Storages
-from awex_delta.wire.digest import WORTH_COMPILING, sum_at, sum_whole
+from awex_delta.wire.digest import sum_at, sum_whole
 
 _SALT = 1
 

@@ -43,13 +43,15 @@ def _entry(name: str, value: object, *, signature: bool = True) -> str:
 
 
 def _members(value: type) -> Iterator[str]:
-    """The public methods and properties that a class defines itself; not those of records and settings."""
+    """The public methods and properties of a class, as far as this package defines them; not of records."""
     if issubclass(value, Enum | BaseModel):
         return
     if is_dataclass(value):
         rows = [f"* `{field.name}`: `{field.type}`" for field in fields(value)]
         yield "\nFields:\n\n" + "\n".join(rows) + "\n"
-    for name, member in vars(value).items():
+    own = [base for base in reversed(value.__mro__) if base.__module__.startswith("awex_delta.")]
+    members = {name: member for base in own for name, member in vars(base).items()}
+    for name, member in members.items():
         if name.startswith("_") or not (callable(member) or isinstance(member, property | classmethod)):
             continue
         function = getattr(member, "__func__", member)

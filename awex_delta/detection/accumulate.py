@@ -60,6 +60,7 @@ class Follower(ABC):
 
     def _tell(self, detection: Detection) -> None:
         for baseline in self._baselines:
+            baseline.hear(detection)
             if baseline.follows:
                 baseline.add(detection)
 
@@ -131,6 +132,8 @@ class AccumulatedBaseline:
         self._held = Changes.none()
         self._plane: torch.Tensor | None = None
         self._doubt: Detection | None = Detection(reason=Reason.FIRST_SYNC)
+        self._late: Detection | None = None
+        self._asked = False  # since the commit
         self._detached = False
 
     @property
@@ -143,6 +146,19 @@ class AccumulatedBaseline:
         """Memory of what is kept."""
         held, plane = self._held, self._plane
         return held.num_changed * _BYTES_A_CHANGE + (0 if plane is None else plane.nbytes)
+
+    def hear(self, detection: Detection) -> None:
+        """Keep what an update that is under way may not send, so that its commit does not forget it.
+
+        An anchor does not ask, so what no step wrote since the last commit counts as well.
+
+        Args:
+            detection: as of `add`; of any time, also while a full sync is due.
+        """
+        if detection.reason is Reason.UNSEEN_CHANGE or (self._asked and detection.reason is not Reason.NONE):
+            self._late = detection
+        elif self._asked and detection.num_changed and self._late is None:
+            self._late = Detection(reason=Reason.STEP_GAP, detail="a step was made during an update")
 
     def add(self, detection: Detection) -> None:
         """Add what one step changed. If memory is short, the step stays unknown, and training goes on.
@@ -175,6 +191,7 @@ class AccumulatedBaseline:
     def detect(self) -> Detection:
         """What all steps since the commit changed together."""
         self._follower.look()
+        self._late, self._asked = None, True
         if self._doubt is not None:
             return self._doubt
         if self._plane is None:
@@ -189,6 +206,7 @@ class AccumulatedBaseline:
         """Later detections count from the weights as they are now."""
         unsure = Detection(reason=Reason.STEP_GAP)
         self._doubt = unsure  # stays if anything below fails
+        late, self._late, self._asked = self._late, None, False
         try:
             slices = self._follower.look(without=self)
         except Exception as error:  # noqa: BLE001 - the next update is full, whatever it was
@@ -197,7 +215,7 @@ class AccumulatedBaseline:
         self._owned = Runs.of((owned.begin, owned.stop - owned.start) for owned in slices)
         self._held, self._plane = Changes.none(), None
         if self._doubt is unsure:
-            self._doubt = Detection(reason=Reason.NO_STEP_RECORD) if self._detached else None
+            self._doubt = Detection(reason=Reason.NO_STEP_RECORD) if self._detached else late
 
     def weights_replaced(self) -> None:
         """No sum of steps leads back to the last commit any more."""

@@ -30,8 +30,8 @@ from awex_delta.detection.pieces import Piece, Runs, Scratch, in_order, nonzero,
 from awex_delta.detection.slices import Detection, OwnedSlice, OwnedSlices, bf16_slices
 from awex_delta.errors import UnsupportedError
 from awex_delta.lines.changes import Changes
+from awex_delta.lines.compiling import WORTH_COMPILING
 from awex_delta.protocol.verdict import Reason
-from awex_delta.wire.digest import WORTH_COMPILING
 
 # Elements at a time without a compiler: each takes some int32 temporaries.
 _EAGER_PIECE = 1 << 18

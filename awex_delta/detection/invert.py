@@ -9,8 +9,6 @@ copy of those of one slice while they are joined, extra memory stays below 64 Mi
 from __future__ import annotations
 
 import functools
-import logging
-import subprocess
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -25,6 +23,7 @@ from awex_delta.detection.stored import REMAINDER, Storage, kept_in, needless, s
 from awex_delta.errors import NumericsError, UnsupportedError
 from awex_delta.lines.bits import UNSTATED
 from awex_delta.lines.changes import Changes, joined
+from awex_delta.lines.compiling import SHORTEST_COMPILED, WORTH_COMPILING, compiled_or_none
 from awex_delta.protocol.verdict import Reason
 
 StepOf = Callable[[OwnedSlice], AdamWStep | Reason | None]
@@ -38,10 +37,6 @@ _Codes = Callable[..., torch.Tensor]
 _COMPILED_PIECE = 1 << 21
 _EAGER_PIECE = 1 << 18
 _BLOCK = 1 << 18
-# Compiling takes seconds, once in a process: fewer owned elements than this never earn them back.
-_WORTH_COMPILING = 1 << 24
-# Shorter pieces gain nothing, and torch would compile again for sizes 0 and 1.
-_SHORTEST_COMPILED = 1 << 12
 
 # Otherwise compilers might rearrange `main + (move - error)`, which is the one order of operations that the
 # bound needs.
@@ -51,9 +46,6 @@ _COMPILE_OPTIONS: dict[str, str | int | bool | Callable[..., object]] = {
 # What is sent without need, relative to what changed; and to all elements, where it is little anyway.
 _MOST_NEEDLESS, _FEW = 0.2, 0.001
 _NO_BASE = frozenset({Reason.MASTER_MISMATCH, Reason.STATE_AWAY, Reason.DETECTION_FAILED})
-_COMPILER_FAILURES = (RuntimeError, OSError, ImportError, subprocess.SubprocessError)
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +66,7 @@ class _Pass:
     is_split: bool
 
     def __call__(self, part: adamw.State, coefficients: torch.Tensor) -> torch.Tensor:
-        if part.weight.numel() >= _SHORTEST_COMPILED and self.codes is not adamw.codes:
+        if part.weight.numel() >= SHORTEST_COMPILED and self.codes is not adamw.codes:
             return self.codes(part.main, part.exp_avg, part.exp_avg_sq, part.weight, coefficients)
         tensors = (part.main, part.exp_avg, part.exp_avg_sq, part.weight, coefficients, part.slack)
         return adamw.codes(*tensors, is_split=self.is_split)
@@ -134,7 +126,7 @@ def detect_changes(
         return _refuse(refused, num_owned)
 
     if compiled is None:
-        compiled = num_owned >= _WORTH_COMPILING
+        compiled = num_owned >= WORTH_COMPILING
     with torch.no_grad():
         doubts = list(_doubts_of_unmoved(unmoved))
         steps = list(_steps([one for one in inversions if one is not None], moved))
@@ -304,24 +296,15 @@ def _pass(device_type: str, *, compiled: bool, is_split: bool) -> _Pass:
 @functools.cache
 def _compiled_codes(device_type: str, *, is_split: bool) -> _Codes | None:
     """Compiled once in a process; None if that fails."""
-    try:
-        # Sizes are dynamic, and what changes at every step comes in a tensor: one compilation serves all.
-        function = functools.partial(
-            torch.compile(adamw.codes, dynamic=True, options=_COMPILE_OPTIONS), is_split=is_split
-        )
-        # Distinct tensors, as later: if one stood for all, torch would compile for just that.
-        main, exp_avg, exp_avg_sq = (
-            torch.zeros(_SHORTEST_COMPILED, device=device_type, dtype=torch.float32) for _ in range(3)
-        )
-        function(
-            main,
-            exp_avg,
-            exp_avg_sq,
-            main.to(torch.bfloat16),
-            torch.zeros(9, device=device_type, dtype=torch.float32),
-        )
-    except _COMPILER_FAILURES as error:
-        cause = str(error).partition("\n")[0]
-        _log.warning("change detection runs uncompiled, several times slower: %s", cause)
-        return None
-    return function
+    main, exp_avg, exp_avg_sq = (
+        torch.zeros(SHORTEST_COMPILED, device=device_type, dtype=torch.float32) for _ in range(3)
+    )
+    # What changes at every step comes in a tensor, so that one compilation serves all.
+    coefficients = torch.zeros(9, device=device_type, dtype=torch.float32)
+    return compiled_or_none(
+        adamw.codes,
+        [(main, exp_avg, exp_avg_sq, main.to(torch.bfloat16), coefficients)],
+        what="change detection runs",
+        options=_COMPILE_OPTIONS,
+        is_split=is_split,
+    )

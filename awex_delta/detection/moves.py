@@ -12,29 +12,23 @@ as 32-bit integers.
 from __future__ import annotations
 
 import functools
-import logging
-import subprocess
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from awex_delta.lines.bits import MAX_STEP
+from awex_delta.lines.compiling import SHORTEST_COMPILED, compiled_or_none
 
 MOST = 1 << 21
 """So many weights are looked at together. A pass over them takes one more byte for each."""
 
 _MULTIPLIER = 0x2C1B3C6D
 _INFINITY = 0x7F800000
-# Shorter pieces gain nothing, and torch would compile again for sizes 0 and 1.
-_SHORTEST_COMPILED = 1 << 12
 # What is used several times and takes more operations than this is a part of its own, joined again with the
 # others in one loop. If all parts read bf16, inductor doubles its vectors, and compilers for CPUs take their
 # bits through memory, three times slower. If it is so few that a sum is cut apart, there is a second loop.
 _LONGEST = {"moves": 20, "sums": 14}
-_COMPILER_FAILURES = (RuntimeError, OSError, ImportError, subprocess.SubprocessError)
-
-_log = logging.getLogger(__name__)
 
 
 @functools.cache
@@ -88,7 +82,7 @@ def _ordered(bits: torch.Tensor) -> torch.Tensor:
 
 def best(function: Callable[..., Any], *given: torch.Tensor, compiled: bool) -> Callable[..., Any]:
     """The compiled form of `moves` or `sums` for such arguments, or the function itself."""
-    if not compiled or given[0].numel() < _SHORTEST_COMPILED:
+    if not compiled or given[0].numel() < SHORTEST_COMPILED:
         return function
     return _compiled(function, given[0].device.type, tuple(one.dtype for one in given)) or function
 
@@ -98,15 +92,6 @@ def _compiled(
     function: Callable[..., Any], device_type: str, dtypes: tuple[torch.dtype, ...]
 ) -> Callable[..., Any] | None:
     """Compiled once in a process for all sizes; None if that fails."""
-    try:
-        options: dict[str, str | int | bool | Callable[..., object]] = {
-            "realize_opcount_threshold": _LONGEST[function.__name__]
-        }
-        made: Callable[..., Any] = torch.compile(function, dynamic=True, options=options)
-        # Distinct tensors, as later: if one stood for all, torch would compile for just that.
-        made(*(torch.zeros(_SHORTEST_COMPILED, device=device_type, dtype=dtype) for dtype in dtypes))
-    except _COMPILER_FAILURES as error:
-        cause = str(error).partition("\n")[0]
-        _log.warning("steps are captured uncompiled, several times slower: %s", cause)
-        return None
-    return made
+    given = tuple(torch.zeros(SHORTEST_COMPILED, device=device_type, dtype=dtype) for dtype in dtypes)
+    options = {"realize_opcount_threshold": _LONGEST[function.__name__]}
+    return compiled_or_none(function, [given], what="steps are captured", options=options)

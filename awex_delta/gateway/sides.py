@@ -101,7 +101,7 @@ class SenderEnd(End):
         return Holding(version=self._sender.version, why="")
 
     def close(self) -> None:
-        self._sender.close()
+        self._sender.disconnect()
         if self._after_close is not None:
             self._after_close()
 
@@ -128,7 +128,7 @@ class ReceiverEnd(End):
         return Holding(version=version, why=NO_FULL_SYNC if version is None else "")
 
     def close(self) -> None:
-        self._receiver.close()
+        self._receiver.disconnect()
 
 
 class VllmEnd(End):

@@ -31,6 +31,10 @@ class Space:
         """Elements of the line."""
         return int(self.starts[-1])
 
+    def begins(self) -> dict[str, int]:
+        """Where each tensor begins, by name, in the order of the line."""
+        return dict(zip(self.names, self.starts.tolist(), strict=False))
+
     def counts(self, pos: torch.Tensor) -> torch.Tensor:
         """How many of some positions lie in each tensor.
 

@@ -186,11 +186,16 @@ class Comm(Rows):
         self.epoch = -1
         self._leave()
 
-    def close(self) -> None:
-        """Leave for good. Peers that still wait here fail at once."""
-        self.purpose = "close"  # which gives up nothing that a peer may be about to begin
+    def leave(self) -> None:
+        """Leave until the next `connect`. Peers that still wait here fail at once."""
+        self.purpose = "leave"  # which gives up nothing that a peer may be about to begin
         self.abandon()
-        self._store, self.is_closed = None, True
+        self._store = None
+
+    def close(self) -> None:
+        """Leave for good."""
+        self.leave()
+        self.is_closed = True
 
     def gather(self, row: bytes, *, width: int, phase: str) -> list[bytes]:
         """Give one row to every rank and get all rows: see `Rows.gather`."""

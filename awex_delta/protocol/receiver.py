@@ -185,8 +185,12 @@ class Receiver:
             )
         return stats
 
+    def disconnect(self) -> None:
+        """Leave the pairing until the next `connect` or `update_weights`; the weights stay as they are."""
+        self._comm.leave()
+
     def close(self) -> None:
-        """Leave the pairing; the weights stay as they are."""
+        """Leave the pairing for good; the weights stay as they are."""
         self._comm.close()
 
     def _describe(self, agreed: Mapping[str, Any]) -> EngineSpec:

@@ -155,8 +155,12 @@ class Sender(TrainerEnd):
             self._report(stats)
         return stats
 
+    def disconnect(self) -> None:
+        """Leave the pairing until the next `connect` or `update_weights`. Engines keep what they hold."""
+        self._comm.leave()
+
     def close(self) -> None:
-        """Leave the pairing. Engines keep what they hold."""
+        """Leave the pairing for good. Engines keep what they hold."""
         self._comm.close()
 
     def _send(

@@ -57,6 +57,10 @@ class BoundedStore:
         found = self._call(lambda: self.raw.get(key) if self.raw.check([key]) else None)
         return None if found is None else found.decode(errors="replace")
 
+    def wait_for(self, key: str) -> str:
+        """What `key` holds, as soon as somebody has set it. Raises PeerError if nobody does in time."""
+        return self._call(lambda: self.raw.get(key)).decode(errors="replace")
+
     def epoch(self) -> int:
         """The current epoch. Raises ConnectError if the store holds none."""
         found = self.swap("epoch", "", "0")

@@ -7,7 +7,6 @@ holds itself, so that nothing is gathered for an update, neither for a delta nor
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -16,13 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from awex_delta.detection.baselines import Baselines
 from awex_delta.detection.optimizers import SteppedParams, local, moments, step_counts
-from awex_delta.detection.slices import Detection, OwnedSlice, param_key
+from awex_delta.detection.slices import OwnedSlice, param_key
 from awex_delta.engines.transformers import CONVOLUTIONS, is_fused_experts, split_experts
 from awex_delta.errors import LayoutError, UnsupportedError
-from awex_delta.protocol.verdict import Reason
 from awex_delta.settings.agreed import DeltaSettings
+from awex_delta.trainers.base import FollowedTrainer
 from awex_delta.trainers.fsdp_layout import Held, held_tensors, optimizer_of, trainer_rank
 from awex_delta.trainers.tensors import data_parallel_info, tensor_at
 from awex_delta.trainers.view import HfPart, TrainerLayout, WeightInfo, live_slice, trainer_line
@@ -31,7 +29,7 @@ _EMBEDDING = "model.embed_tokens.weight"
 _LM_HEAD = "lm_head.weight"
 
 
-class FsdpTrainer:
+class FsdpTrainer(FollowedTrainer):
     """One rank of a training under FSDP2. Made by `attach`."""
 
     def __init__(
@@ -45,26 +43,25 @@ class FsdpTrainer:
         settings: DeltaSettings,
     ) -> None:
         self._model = model
-        self._settings = settings
         self._tied = tied
         self._rank, num_ranks = trainer_rank()
         # Of a tensor with few rows some ranks hold none.
         self._held = {param_key(one.name, 0): one for one in held if local(one.tensor).numel()}
         self._infos = {key: self._info(one, one.name in optimizers) for key, one in self._held.items()}
-        self._layout = TrainerLayout(
+        layout = TrainerLayout(
             architecture=hf_config.architectures[0],
             rank_info=data_parallel_info(self._rank, num_ranks),
             vocab_size=hf_config.get_text_config().vocab_size,
             tied_embeddings=tied,
             parts=self._parts(),
         )
+        super().__init__(layout, settings)
         stepped: dict[torch.optim.Optimizer, dict[str, torch.Tensor]] = {}
         for key, info in self._infos.items():
             if info.sparse:
                 stepped.setdefault(optimizers[info.param], {})[key] = self._held[key].tensor
         self._watched = [SteppedParams(optimizer, params) for optimizer, params in stepped.items()]
-        self._baselines = Baselines(self.owned_slices, self._watched, settings)
-        self._baseline = self._baselines.add()
+        self._follow(self._watched)
 
     @classmethod
     def attach(
@@ -107,10 +104,6 @@ class FsdpTrainer:
             settings=settings,
         )
 
-    def layout(self) -> TrainerLayout:
-        """This rank among the trainers, and which part it holds of each HF tensor."""
-        return self._layout
-
     def weights(self) -> Sequence[WeightInfo]:
         """What this rank holds of parameters, then of persistent buffers, in the order of the model."""
         return tuple(self._infos.values())
@@ -138,8 +131,7 @@ class FsdpTrainer:
 
     def owned_slices(self) -> list[OwnedSlice]:
         """The parts that this rank steps."""
-        line, found = trainer_line(self._infos.values()), dict[str, OwnedSlice]()
-        begins = dict(zip(line.names, line.starts.tolist(), strict=False))
+        begins, found = trainer_line(self._infos.values()).begins(), dict[str, OwnedSlice]()
         for stepped in self._watched:
             live = stepped.live()
             counts = step_counts(stepped.optimizer, list(live.values()))
@@ -155,13 +147,7 @@ class FsdpTrainer:
                     in_weight=None,
                     in_state=None,
                 )
-        return [found[key] for key in line.names]
-
-    def detect(self) -> Detection:
-        """What changed in the parts that this rank steps, found as `settings.method` says."""
-        if not self._settings.enabled:
-            return Detection(reason=Reason.DELTA_DISABLED)
-        return self._baseline.detect()
+        return [found[key] for key in begins]
 
     def gather_params(self) -> None:
         """Nothing to gather: a rank sends its part."""
@@ -173,14 +159,6 @@ class FsdpTrainer:
             parts: key -> bf16 [n].
         """
         return {key: part.view(self._infos[key].shape) for key, part in parts.items()}
-
-    def committed(self) -> None:
-        """Later detections count from the weights as they are now."""
-        self._baseline.committed()
-
-    def weights_replaced(self) -> None:
-        """Tell that something else than an optimizer step changed parameters: the next update is full."""
-        self._baselines.weights_replaced()
 
     def convert(self, key: str, tensor: torch.Tensor) -> Sequence[tuple[str, torch.Tensor]]:
         """The tensor as engines hold it, in the dtype that the model computes with, under its HF names."""
@@ -196,16 +174,6 @@ class FsdpTrainer:
     def transfer(self) -> AbstractContextManager[None]:
         """FSDP keeps no gradient buffers, so there is nothing to release."""
         return nullcontext()
-
-    def fork(self) -> FsdpTrainer:
-        """The same trainer, with changes counted from commits of its own."""
-        twin = copy.copy(self)
-        twin._baseline = self._baselines.add()  # noqa: SLF001 - of the same class
-        return twin
-
-    def detach(self) -> None:
-        """Remove the optimizer hooks that exist for this view."""
-        self._baseline.detach()
 
     def _info(self, held: Held, trained: bool) -> WeightInfo:
         shape = tuple(local(held.tensor).shape)

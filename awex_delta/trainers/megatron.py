@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -12,12 +11,12 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 
 from awex_delta.conversion.alone import check_conversion
-from awex_delta.detection.baselines import Baselines
 from awex_delta.detection.optimizers import SteppedParams, kept_master, moments, part_of, step_counts
 from awex_delta.detection.slices import Detection, OwnedSlice, param_key
 from awex_delta.errors import UnsupportedError
 from awex_delta.protocol.verdict import Reason
 from awex_delta.settings.agreed import DeltaSettings
+from awex_delta.trainers.base import FollowedTrainer
 from awex_delta.trainers.converters import converter_of
 from awex_delta.trainers.megatron_layout import (
     OwnedPart,
@@ -42,7 +41,7 @@ _Owned = tuple[WeightInfo, int, slice | None, torch.nn.Parameter, OwnedPart]
 that weight, and what is stepped."""
 
 
-class MegatronTrainer:
+class MegatronTrainer(FollowedTrainer):
     """One rank of a Megatron training. Made by `attach`."""
 
     def __init__(
@@ -54,10 +53,9 @@ class MegatronTrainer:
         layout: TrainerLayout,
         settings: DeltaSettings,
     ) -> None:
+        super().__init__(layout, settings)
         self._chunks = tuple(chunks)
         self._converter = converter
-        self._layout = layout
-        self._settings = settings
         self._params: dict[str, torch.nn.Parameter] = {}
         self._places: dict[str, tuple[str, ...]] = {}  # of each tensor in its model chunk
         self._parts: dict[str, OwnedPart] = {}
@@ -68,8 +66,7 @@ class MegatronTrainer:
         self._owned = tuple(self._find_owned())
         self._watched = self._stepped_by_optimizer()
         check_conversion(self._infos.values(), self.convert)
-        self._baselines = Baselines(self.owned_slices, self._watched, settings)
-        self._baseline = self._baselines.add()
+        self._follow(self._watched)
 
     @classmethod
     def attach(
@@ -123,10 +120,6 @@ class MegatronTrainer:
             settings=settings,
         )
 
-    def layout(self) -> TrainerLayout:
-        """This rank's place in Megatron's process groups."""
-        return self._layout
-
     def weights(self) -> Sequence[WeightInfo]:
         """Parameters in the order of the model chunks, then the router biases."""
         return tuple(self._infos.values())
@@ -165,15 +158,13 @@ class MegatronTrainer:
 
     def detect(self) -> Detection:
         """What changed in the owned ranges, found as `settings.method` says."""
-        if not self._settings.enabled:
-            return Detection(reason=Reason.DELTA_DISABLED)
         if self._late:
             return Detection(
                 reason=Reason.NO_FP32_MASTER,
                 detail=f"{self._late[0]} is held in fp32 and sent whole, but with overlap_param_gather this "
                 f"rank has the current values of its own part only",
             )
-        return self._baseline.detect()
+        return super().detect()
 
     def gather_params(self) -> None:
         """Finish a parameter all-gather that is under way, or run one.
@@ -205,17 +196,13 @@ class MegatronTrainer:
             whole[info.key] = tensor
         return whole
 
-    def committed(self) -> None:
-        """Later detections count from the weights as they are now."""
-        self._baseline.committed()
-
     def weights_replaced(self) -> None:
         """Tell that master weights were changed by something else than an optimizer step.
 
         `reload_model_params` does so without leaving a trace in the optimizer: only a sample of the masters
         shows it. Loading an optimizer state is seen without this call. The next update is a full sync.
         """
-        self._baselines.weights_replaced()
+        super().weights_replaced()
 
     def convert(self, key: str, tensor: torch.Tensor) -> Sequence[tuple[str, torch.Tensor]]:
         """AWEX's HF names and tensors for a tensor shaped like `tensor(key)`.
@@ -234,16 +221,6 @@ class MegatronTrainer:
         """Frees the gradient buffers inside, if so configured; they come back zeroed."""
         return self._without_grad_buffers() if self._settings.release_grad_buffers else nullcontext()
 
-    def fork(self) -> MegatronTrainer:
-        """The same trainer, with changes counted from commits of its own."""
-        twin = copy.copy(self)
-        twin._baseline = self._baselines.add()  # noqa: SLF001 - of the same class
-        return twin
-
-    def detach(self) -> None:
-        """Remove the optimizer hooks that exist for this view."""
-        self._baseline.detach()
-
     @contextmanager
     def _without_grad_buffers(self) -> Iterator[None]:
         with ExitStack() as stack:
@@ -254,8 +231,7 @@ class MegatronTrainer:
             yield
 
     def _find_owned(self) -> Iterator[_Owned]:
-        line = trainer_line(self._infos.values())
-        begins = dict(zip(line.names, line.starts.tolist(), strict=False))
+        begins = trainer_line(self._infos.values()).begins()
         for key, part in self._parts.items():
             within = part_of(self._params[key].numel(), part.start, part.stop)
             yield self._infos[key], begins[key] + part.start, within, self._params[key], part

@@ -6,19 +6,17 @@ ranks built from the same seed take identical full steps, and each owns an even 
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from awex_delta.detection.baselines import Baselines
 from awex_delta.detection.optimizers import SteppedParams, kept_master, moments, part_of, step_counts
-from awex_delta.detection.slices import Detection, OwnedSlice, param_key
+from awex_delta.detection.slices import OwnedSlice, param_key
 from awex_delta.errors import UnsupportedError
-from awex_delta.protocol.verdict import Reason
 from awex_delta.settings.agreed import DeltaSettings
+from awex_delta.trainers.base import FollowedTrainer
 from awex_delta.trainers.tensors import check_tensors, data_parallel_info
 from awex_delta.trainers.view import TrainerLayout, WeightInfo, live_slice, trainer_line
 
@@ -30,7 +28,7 @@ _Owned = tuple[WeightInfo, int, slice | None, torch.Tensor]
 live weight."""
 
 
-class TorchAdamWTrainer:
+class TorchAdamWTrainer(FollowedTrainer):
     """A `TrainerView` over named tensors that already carry their HF names."""
 
     def __init__(
@@ -71,22 +69,21 @@ class TorchAdamWTrainer:
         self._with_master = {param_key(name, 0) for name in masters}
         self._optimizer = optimizer
         self._stepped = SteppedParams(optimizer, self._find_stepped(masters))
-        self._settings = settings
         self._dp_rank, self._dp_size = dp_rank, dp_size
         self._seed, self._num_train_steps = seed, 0
         if vocab_size is None:
             vocab_size = weights[_EMBEDDING].shape[0] if _EMBEDDING in weights else 0
         self._tied = tied_embeddings
-        self._layout = TrainerLayout(
+        layout = TrainerLayout(
             architecture=architecture,
             rank_info=data_parallel_info(dp_rank, dp_size),
             vocab_size=vocab_size,
             tied_embeddings=tied_embeddings,
         )
+        super().__init__(layout, settings)
         self._infos = tuple(self._info(name, tensor) for name, tensor in weights.items())
         self._owned = tuple(self._find_owned())
-        self._baselines = Baselines(self.owned_slices, [self._sparse()] if settings.enabled else (), settings)
-        self._baseline = self._baselines.add()
+        self._follow([self._sparse()] if settings.enabled else ())
 
     @classmethod
     def create(
@@ -172,10 +169,6 @@ class TorchAdamWTrainer:
             for key in self._with_master:
                 self._weights[key].copy_(stepped[key])
 
-    def layout(self) -> TrainerLayout:
-        """One data-parallel rank without model parallelism."""
-        return self._layout
-
     def weights(self) -> Sequence[WeightInfo]:
         """All tensors, in the order in which they were given."""
         return self._infos
@@ -203,12 +196,6 @@ class TorchAdamWTrainer:
             for (info, begin, part, weight), stepped, step in zip(self._owned, owned, counts, strict=True)
         ]
 
-    def detect(self) -> Detection:
-        """What changed in the owned parts, found as `settings.method` says."""
-        if not self._settings.enabled:
-            return Detection(reason=Reason.DELTA_DISABLED)
-        return self._baseline.detect()
-
     def gather_params(self) -> None:
         """Nothing to gather: every rank steps whole parameters."""
 
@@ -225,10 +212,6 @@ class TorchAdamWTrainer:
             raise UnsupportedError(f"dp_size={self._dp_size}: ranks of a TorchAdamWTrainer never meet")
         return {info.key: parts[info.key].view(info.shape) for info in self._infos if info.key in parts}
 
-    def committed(self) -> None:
-        """Later detections count from the weights as they are now."""
-        self._baseline.committed()
-
     def convert(self, key: str, tensor: torch.Tensor) -> Sequence[tuple[str, torch.Tensor]]:
         """The tensor under its own name, and as lm_head for a tied embedding."""
         name = key.removeprefix("0/")
@@ -239,16 +222,6 @@ class TorchAdamWTrainer:
     def transfer(self) -> AbstractContextManager[None]:
         """Gradients are freed after every step, so there is nothing to release."""
         return nullcontext()
-
-    def fork(self) -> TorchAdamWTrainer:
-        """The same trainer, with changes counted from commits of its own."""
-        twin = copy.copy(self)
-        twin._baseline = self._baselines.add()  # noqa: SLF001 - of the same class
-        return twin
-
-    def detach(self) -> None:
-        """Remove the optimizer hooks that exist for this view."""
-        self._baseline.detach()
 
     def _info(self, name: str, tensor: torch.Tensor) -> WeightInfo:
         trained = param_key(name, 0) in self._stepped
@@ -268,8 +241,7 @@ class TorchAdamWTrainer:
         )
 
     def _find_owned(self) -> Iterator[_Owned]:
-        line = trainer_line(self._infos)
-        begins = dict(zip(line.names, line.starts.tolist(), strict=False))
+        begins = trainer_line(self._infos).begins()
         for info in self._infos:
             start, stop, key = info.owned_start, info.owned_stop, info.key
             if stop > start:

@@ -13,15 +13,13 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import logging
-import subprocess
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
 
 import torch
 
 from awex_delta.errors import NumericsError
+from awex_delta.lines.compiling import SHORTEST_COMPILED, WORTH_COMPILING, compiled_or_none
 from awex_delta.lines.storages import BITS, bits
 
 MODULUS = 1 << 64
@@ -35,15 +33,8 @@ _SHIFTS = (30, 27, 31)
 _EAGER_PIECE = 1 << 16
 _DEVICE_PIECE = 1 << 22
 _COMPILED_PIECE = 1 << 18
-_MIN_COMPILED = 1 << 12  # a compiled call has its price, too: below this, eager is as fast
 _ROW = 1 << 12  # a whole tensor is hashed as rows of so many elements
-WORTH_COMPILING = 1 << 24
-"""Compiling takes seconds, once in a process: fewer elements than this never earn them back."""
-
-_COMPILER_FAILURES = (RuntimeError, OSError, ImportError, subprocess.SubprocessError)
 _Sum = Callable[..., torch.Tensor]
-
-_log = logging.getLogger(__name__)
 
 
 def pays_to_compile(device: torch.device, full_bytes: int) -> bool:
@@ -306,7 +297,7 @@ def _low_bits(count: int) -> int:
 
 def _faster(function: _Sum, value: torch.Tensor) -> _Sum | None:
     """`function`, compiled for the device of `value`; None if that fails or does not pay."""
-    return _compiled(function, value.device.type) if value.numel() >= _MIN_COMPILED else None
+    return _compiled(function, value.device.type) if value.numel() >= SHORTEST_COMPILED else None
 
 
 @functools.cache
@@ -314,15 +305,9 @@ def _compiled(function: _Sum, device_type: str) -> _Sum | None:
     """Compiled once in a process; None if that fails."""
     index = torch.arange(_EAGER_PIECE, dtype=torch.int64, device=device_type)
     bits = index.to(torch.int16)
-    calls: list[tuple[Any, ...]] = [(index, bits, index[0], counts) for counts in (None, index > 0)]
+    calls: list[tuple[torch.Tensor | None, ...]] = [
+        (index, bits, index[0], counts) for counts in (None, index > 0)
+    ]
     if function is _mix_rows:
         calls = [(index[:16], index[:_ROW], bits.view(16, _ROW))]
-    try:
-        faster = torch.compile(function, dynamic=True)
-        for arguments in calls:  # one compilation each
-            faster(*arguments)
-    except _COMPILER_FAILURES as error:
-        cause = str(error).partition("\n")[0]
-        _log.warning("state digests run uncompiled, several times slower: %s", cause)
-        return None
-    return faster
+    return compiled_or_none(function, calls, what="state digests run")

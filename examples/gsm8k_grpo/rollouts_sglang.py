@@ -6,16 +6,8 @@
 
 from __future__ import annotations
 
-import base64
-import pickle
-from typing import Any
-
-import requests
-import torch
-
-from awex_delta import ConfigError, UpdateError
-from awex_delta.engines.sglang.driver import SglangDriver
-from awex_delta.engines.sglang.loader import LOAD_FORMAT
+from awex_delta import ConfigError
+from awex_delta.engines.sglang.driver import HttpControl, SglangDriver
 from awex_delta.protocol.rendezvous import Joining
 from examples.gsm8k_grpo.rollouts import Place, Request, RolloutEngine, Tokens
 from examples.gsm8k_grpo.settings import Settings
@@ -39,7 +31,7 @@ class SGLangRollouts:
     """
 
     def __init__(self, url: str, place: Place) -> None:
-        self._server = Server(url, place.layout.tensor)
+        self._server = HttpControl(url, place.layout.tensor)
         joining = Joining(
             rendezvous=place.rendezvous,
             settings=place.settings,
@@ -70,45 +62,3 @@ class SGLangRollouts:
     def close(self) -> None:
         """See `RolloutEngine.close`. The server goes on."""
         self._driver.disconnect()
-
-
-class Server:
-    """SGLang's routes, as `SglangDriver` calls them."""
-
-    def __init__(self, url: str, num_workers: int) -> None:
-        self._url = url.rstrip("/")
-        self._num_workers = num_workers
-
-    def flush(self, seconds: float) -> bool:
-        """Drop the cache once no request runs. SGLang answers that one still does with an error."""
-        return requests.post(f"{self._url}/flush_cache", params={"timeout": seconds}, timeout=3600).ok
-
-    def load(self, named_tensors: list[tuple[str, torch.Tensor]], *, flush: bool) -> None:
-        """Give tensors to our loader in every worker. SGLang takes them pickled, once a worker."""
-        payload = base64.b64encode(pickle.dumps(named_tensors)).decode()
-        body = {
-            "serialized_named_tensors": [payload] * self._num_workers,
-            "load_format": LOAD_FORMAT,
-            "flush_cache": flush,
-            "selector": "target",
-        }
-        self.post("begin_weight_update", {"selector": "target"})
-        try:
-            answer = self.post("update_weights_from_tensor", body)
-        finally:
-            self.post("end_weight_update", {})
-        if answer["success"] is not True:
-            raise UpdateError(f"SGLang at {self._url} refused the update: {answer['message']}")
-
-    def publish(self, version: str) -> None:
-        """Let SGLang report a version."""
-        self.post("update_weight_version", {"new_version": version, "abort_all_requests": False})
-
-    def post(self, route: str, body: dict[str, Any]) -> Any:
-        """The answer of one route."""
-        answer = requests.post(f"{self._url}/{route}", json=body, timeout=3600)
-        if not answer.ok:
-            raise UpdateError(
-                f"SGLang at {self._url} refused {route}: {answer.status_code} {answer.text[:400]}"
-            )
-        return answer.json()

@@ -68,11 +68,15 @@ def public_definitions(source: Source) -> Iterator[tuple[str, ast.ClassDef | Fun
 def documented_methods() -> dict[str, set[str]]:
     """The methods that each class of the package documents, by the name of the class."""
     found: dict[str, set[str]] = defaultdict(set)
+    bases: dict[str, list[str]] = defaultdict(list)
     for source in PACKAGE_SOURCES:
         for node in ast.walk(source.tree):
             if isinstance(node, ast.ClassDef):
                 methods = [one for one in node.body if isinstance(one, Function)]
                 found[node.name] |= {one.name for one in methods if ast.get_docstring(one)}
+                bases[node.name] += [base.id for base in node.bases if isinstance(base, ast.Name)]
+    for name, above in bases.items():  # a base is made before what derives from it
+        found[name] |= {method for base in above for method in found.get(base, ())}
     return found
 
 

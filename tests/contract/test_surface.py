@@ -27,7 +27,7 @@ PUBLIC_NAMES = {
     *("TrainerView", "EngineView", "EngineTensor"),
     *("DeltaSettings", "UpdateStats", "Verdict", "Kind", "Reason"),
     *("PartCount", "SglangDriver", "VllmDriver", "TorchAdamWTrainer"),
-    *(name for name, value in vars(errors).items() if isinstance(value, type)),
+    *(name for name, one in vars(errors).items() if isinstance(one, type) and issubclass(one, Exception)),
 }
 
 TRAIN_SETTINGS = {
@@ -61,7 +61,7 @@ STRATEGY_SETTINGS = {"type": "separation", "target": None}
 
 # Packages that a user may lack, and the modules that exist for them alone.
 OPTIONAL_PACKAGES = (
-    *("apex", "matplotlib", "numba", "sglang", "transformer_engine", "vllm"),
+    *("apex", "matplotlib", "numba", "ray", "sglang", "transformer_engine", "verl", "vllm"),
     *("fastapi", "httpx", "prometheus_client", "uvicorn"),
 )
 NEED_AN_OPTIONAL_PACKAGE = (
@@ -70,6 +70,7 @@ NEED_AN_OPTIONAL_PACKAGE = (
     "awex_delta.engines.vllm.backend",
     "awex_delta.engines.vllm.proof",
     "awex_delta.gateway",
+    *(f"awex_delta.integrations.verl.{name}" for name in ("backend", "engines", "rollout")),
     "awex_delta.observe.report.figures",
     "awex_delta.observe.report.page",
     "awex_delta.observe.report.svg",

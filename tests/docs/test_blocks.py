@@ -15,6 +15,7 @@ import typer
 import yaml
 
 from awex_delta.cli.main import app
+from awex_delta.integrations.verl.checks import check
 from awex_delta.settings.resolve import RolloutConfig, TrainEngineConfig, resolve
 from tests.docs.blocks import ROOT, Block, blocks_of, pages
 
@@ -57,6 +58,8 @@ def test_yaml_is_what_the_settings_accept(block: Block) -> None:
     data = yaml.safe_load(block.code)
     if set(data) == {"train", "rollout"}:
         resolve(TrainEngineConfig.load(data["train"]), RolloutConfig.load(data["rollout"]))
+    elif set(data) == {"actor_rollout_ref"}:
+        check(data)
     else:
         known = set(TrainEngineConfig.model_fields) | {"_version"}
         assert set(data) <= known, f"{block}: unknown settings {set(data) - known}"
@@ -84,7 +87,7 @@ SHELL = [
 ]
 FOREIGN = {"cd", "curl", "docker", "export", "git", "kubectl", "pip", "ray", "sbatch", "scp", "ssh", "vllm"}
 """Programs that are not ours; a page may call them."""
-SAVED = {"folder.py", "sides.py"}
+SAVED = {"engine.py", "folder.py", "sides.py", "trainer.py"}
 """Programs that a page shows and has its reader save."""
 
 

@@ -32,6 +32,7 @@ from awex_delta import (
 )
 from awex_delta.engines.sglang.driver import EngineControl
 from awex_delta.engines.sglang.loader import LOAD_FORMAT
+from awex_delta.errors import ConfigError
 from awex_delta.gateway import read_token
 from awex_delta.protocol.stats import PartCount
 from awex_delta.protocol.verdict import Kind, Reason, Verdict
@@ -48,7 +49,7 @@ ENGINE, TRAINER = 0, 1
 RUN_HERE = {
     "README.md",
     *(f"docs/en/{name}.md" for name in ("configuration", "disk", "gateway", "integration", "operations")),
-    *(f"docs/en/{name}.md" for name in ("report", "sglang", "targets", "trainers")),
+    *(f"docs/en/{name}.md" for name in ("report", "sglang", "targets", "trainers", "verl")),
 }
 RUN_ELSEWHERE = {
     "docs/en/first.md": "tests/docs/test_first.py",
@@ -385,6 +386,16 @@ def test_the_page_on_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
     engine.loop.close()
 
 
+def test_the_page_on_verl() -> None:
+    (program,) = python_blocks("docs/en/verl.md")
+    for block in (one for one in blocks_of(ROOT / "docs/en/verl.md") if one.language == "yaml"):
+        config = yaml.safe_load(block.code)
+        program.run({"config": config})
+        config["actor_rollout_ref"]["rollout"]["data_parallel_size"] = 2
+        with pytest.raises(ConfigError, match="more replicas"):
+            program.run({"config": config})
+
+
 def test_a_store_is_open_while_its_launcher_keeps_it() -> None:
     """What the README's comment on `host_store` says."""
     store = host_store()
@@ -403,7 +414,7 @@ class _Sender:
 
 def test_the_page_of_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    (log,) = python_blocks("docs/en/report.md")
+    log, tracked = python_blocks("docs/en/report.md")
     resolved = resolve(TrainEngineConfig(backend="megatron:d1"), RolloutConfig(backend="vllm:d1"))
     names: dict[str, Any] = {"resolved": resolved, "rank": 0, "world_size": 1, "num_steps": NUM_STEPS}
     log.run(names | {"train_step": lambda: None, "sender": _Sender(), "mean_reward": 0.5})
@@ -412,3 +423,6 @@ def test_the_page_of_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         (1, 0.5, 5),
         (2, 0.5, 5),
     ]
+    pytest.importorskip("tensorboard")
+    tracked.run(names, {', "wandb"': ","})  # tests/unit/test_trackers.py has both
+    assert (tmp_path / "RUN.tensorboard").exists()

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from awex_delta.detection import moves
+from awex_delta.lines.compiling import SHORTEST_COMPILED
 from tests.numerics import exactness
 from tests.numerics.test_oracle import FORWARDS, ROW, WEIGHTS
 
@@ -62,7 +63,7 @@ def test_the_pages_hold_the_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 def test_the_compiled_capture_is_judged_too() -> None:
     dtypes = (torch.bfloat16, torch.float32, torch.int32)
     assert moves._compiled(moves.moves, "cpu", dtypes) is not None, "this machine needs a compiler for it"
-    assert min(numel for _, numel in WEIGHTS.values()) >= moves._SHORTEST_COMPILED
+    assert min(numel for _, numel in WEIGHTS.values()) >= SHORTEST_COMPILED
 
 
 @pytest.mark.all

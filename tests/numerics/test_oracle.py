@@ -22,6 +22,7 @@ from awex_delta.detection.invert import detect_changes
 from awex_delta.detection.slices import OwnedSlice
 from awex_delta.lines.bits import UNSTATED, apply_code
 from awex_delta.lines.changes import Changes
+from awex_delta.lines.compiling import SHORTEST_COMPILED
 from tests.kernels import KernelForm, adamw_kernel_step
 
 ROW = 1 << 19
@@ -237,7 +238,7 @@ def run(
 
 def test_the_compiled_pass_is_judged_too() -> None:
     assert invert._compiled_codes("cpu", is_split=False) is not None, "this machine needs a compiler for it"
-    assert min(numel for _, numel in WEIGHTS.values()) >= invert._SHORTEST_COMPILED
+    assert min(numel for _, numel in WEIGHTS.values()) >= SHORTEST_COMPILED
 
 
 @pytest.mark.timeout(240)

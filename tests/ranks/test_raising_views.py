@@ -144,7 +144,10 @@ class Scene:
         mine = outcome[seat]
         if not isinstance(mine, UpdateStats):
             assert isinstance(mine, BaseException)
-            assert mine.__cause__ is error or error is mine, repr(mine)
+            cause: BaseException | None = mine
+            while cause is not error:
+                assert cause is not None, repr(mine)
+                cause = cause.__cause__
         if not all(stats):
             after = self.update("delta")
             assert all(isinstance(one, UpdateStats) for one in after), after

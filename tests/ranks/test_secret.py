@@ -194,8 +194,8 @@ def test_a_secret_on_some_ranks_only_is_refused_on_all(
         ("", 0o600, "secret of 0 characters: give at least 16"),
         ("fifteen-letters", 0o600, "secret of 15 characters: give at least 16"),
         ("two words that are long", 0o600, "printable ASCII without blanks"),
-        (SECRET, 0o640, r"secret file .*s can be read by others: chmod 600 "),
-        (SECRET, 0o604, r"secret file .*s can be read by others: chmod 600 "),
+        (SECRET, 0o640, r"secret file .*s can be read by others. Remedy: chmod 600 "),
+        (SECRET, 0o604, r"secret file .*s can be read by others. Remedy: chmod 600 "),
         (None, 0, r"secret file .*s cannot be read: FileNotFoundError"),
         ("folder", 0o700, r"secret file .*s cannot be read: IsADirectoryError"),
     ],
@@ -235,14 +235,14 @@ def test_a_bad_variable_is_refused_before_anything_is_opened(
 
 @pytest.mark.parametrize("source", [SECRET, f"text:{SECRET}", f"env:{SECRET}", f"{SECRET}\n"])
 def test_a_secret_in_place_of_its_source_is_not_shown(source: str) -> None:
-    with pytest.raises(ConfigError, match="write file:PATH, or env:NAME") as caught:
+    with pytest.raises(ConfigError, match="file:PATH or env:NAME") as caught:
         DeltaSettings(secret_source=source)
     assert SECRET not in str(caught.value)
 
 
 @pytest.mark.parametrize("source", ["file:", "env:", "env:1", "env:A B", "file:a\nb"])
 def test_a_source_that_cannot_be_one_is_refused(source: str) -> None:
-    with pytest.raises(ConfigError, match="write file:PATH, or env:NAME"):
+    with pytest.raises(ConfigError, match="file:PATH or env:NAME"):
         DeltaSettings(secret_source=source)
 
 

@@ -176,6 +176,39 @@ def test_weights_that_change_while_an_update_is_under_way_are_noticed_at_its_com
     unseen(trainer)
 
 
+@pytest.mark.parametrize("is_full", [False, True])
+@pytest.mark.parametrize("asked", [True, False])
+def test_another_target_that_asks_meanwhile_does_not_take_the_doubt_away(asked: bool, is_full: bool) -> None:
+    trainer = make()
+    other = trainer.fork()
+    other.committed()
+    if not is_full:
+        trainer.committed()
+        trainer.train_step()
+    if asked:  # an anchor is not
+        trainer.detect()
+    by_hand(trainer)
+    unseen(other)
+    trainer.committed()
+    unseen(trainer)
+    trainer.committed()
+    truth = Truth(trainer)
+    trainer.train_step()
+    truth.judge(trainer.detect())
+
+
+def test_a_step_while_an_update_is_under_way_is_noticed_and_one_after_a_failed_update_is_exact() -> None:
+    trainer = make()
+    trainer.committed()
+    truth = Truth(trainer)
+    for _ in range(2):
+        trainer.train_step()
+        truth.judge(trainer.detect())
+    trainer.train_step()
+    trainer.committed()
+    assert trainer.detect().reason is Reason.STEP_GAP
+
+
 def test_masters_that_are_replaced_and_states_that_are_reset_are_exact_all_the_same() -> None:
     trainer = make("adamw")
     trainer.committed()

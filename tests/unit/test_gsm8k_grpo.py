@@ -184,7 +184,7 @@ def test_the_large_preset_is_the_run_that_was_asked_for() -> None:
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        (["optimizer.lr=fast"], r"section optimizer: .*\nlr = 'fast'.*Remedy: Learning rate"),
+        (["optimizer.lr=fast"], r"section optimizer: .*\nlr = 'fast'.*Remedy: write a number above 0"),
         (["optimizer.weight_decai=0.1"], "did you mean weight_decay?"),
         (["grpo.group_size=1"], "group_size = 1"),
         (

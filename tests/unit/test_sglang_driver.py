@@ -13,12 +13,11 @@ import pytest
 import requests
 import torch
 
-from awex_delta.engines.sglang.driver import EngineControl, SglangDriver
+from awex_delta.engines.sglang.driver import EngineControl, HttpControl, SglangDriver
 from awex_delta.engines.sglang.loader import LOAD_FORMAT
 from awex_delta.errors import UpdateError
 from awex_delta.protocol.rendezvous import Joining, Rendezvous
 from awex_delta.settings.agreed import DeltaSettings
-from examples.gsm8k_grpo.rollouts_sglang import Server
 
 JOINING = Joining(
     rendezvous=Rendezvous(num_engine_ranks=1, num_trainer_ranks=1, port=4000),
@@ -146,14 +145,14 @@ def test_the_client_of_a_server_waits_for_them_too(
 ) -> None:
     calls: list[tuple[str, Any]] = []
 
-    def post(url: str, params: Any = None, **_: Any) -> SimpleNamespace:
+    def post(_: requests.Session, url: str, params: Any = None, **__: Any) -> SimpleNamespace:
         route = url.removeprefix("http://s:1/")
         calls.append((route, params or {}))
         refused = route == "flush_cache" and len(calls) <= busy
         return SimpleNamespace(ok=not refused, json=lambda: {"success": True, "message": ""})
 
-    monkeypatch.setattr(requests, "post", post)
-    SglangDriver(Server("http://s:1/", 2), JOINING).update_weights(3)
+    monkeypatch.setattr(requests.Session, "post", post)
+    SglangDriver(HttpControl("http://s:1/", 2), JOINING).update_weights(3)
     flushes = [("flush_cache", {"timeout": seconds}) for seconds in asked]
     routes = ["begin_weight_update", "update_weights_from_tensor", "end_weight_update"]
     assert calls == [*flushes, *((route, {}) for route in routes)]

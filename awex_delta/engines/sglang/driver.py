@@ -6,8 +6,11 @@ committed. The trainer knows; whoever coordinates both sides calls `publish` onc
 
 from __future__ import annotations
 
+import base64
+import pickle
 from typing import Any, Protocol
 
+import requests
 import torch
 
 from awex_delta.engines.sglang.loader import LOAD_FORMAT, Action, message
@@ -59,6 +62,67 @@ class EngineControl(SglangControl):
 
         request = UpdateWeightVersionReqInput(new_version=version, abort_all_requests=False)
         self._engine.loop.run_until_complete(self._engine.tokenizer_manager.update_weight_version(request))
+
+
+class HttpControl(SglangControl):
+    """An SGLang server, started with `--custom-weight-loader awex_delta.engines.sglang.loader.load`.
+
+    Args:
+        url: such as `http://127.0.0.1:30000`.
+        num_workers: tensor-parallel ranks of the server.
+        timeout_seconds: longest wait for any answer; more than an update may take.
+        api_key: the server's, None if it asks for none.
+    """
+
+    def __init__(
+        self, url: str, num_workers: int, *, timeout_seconds: float = 3600.0, api_key: str | None = None
+    ) -> None:
+        self._url = url.rstrip("/")
+        self._num_workers = num_workers
+        self._timeout_seconds = timeout_seconds
+        self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+
+    def flush(self, seconds: float) -> bool:
+        return self._post("flush_cache", params={"timeout": seconds}).ok  # a request that runs is an error
+
+    def load(self, named_tensors: list[tuple[str, torch.Tensor]], *, flush: bool) -> None:
+        payload = base64.b64encode(pickle.dumps(named_tensors)).decode()
+        body = {
+            "serialized_named_tensors": [payload] * self._num_workers,
+            "load_format": LOAD_FORMAT,
+            "flush_cache": flush,
+            "selector": "target",
+        }
+        self.post("begin_weight_update", {"selector": "target"})
+        try:
+            answer = self.post("update_weights_from_tensor", body)
+        finally:
+            self.post("end_weight_update", {})
+        _require((answer.get("success"), answer.get("message")))
+
+    def publish(self, version: str) -> None:
+        self.post("update_weight_version", {"new_version": version, "abort_all_requests": False})
+
+    def post(self, route: str, body: dict[str, Any]) -> Any:
+        """The answer of a route, read as JSON. Raises UpdateError if SGLang does not answer, or refuses."""
+        answer = self._post(route, json=body)
+        if not answer.ok:
+            raise UpdateError(
+                f"SGLang at {self._url} refused {route}: {answer.status_code} {answer.text[:400]}"
+            )
+        return answer.json()
+
+    def _post(self, route: str, **given: Any) -> requests.Response:
+        url = f"{self._url}/{route}"
+        try:
+            # No proxy, no .netrc, no redirect: the key goes to the URL that was given, as it was given.
+            with requests.Session() as session:
+                session.trust_env = False
+                return session.post(
+                    url, headers=self._headers, timeout=self._timeout_seconds, allow_redirects=False, **given
+                )
+        except requests.RequestException as error:
+            raise UpdateError(f"SGLang at {self._url} does not answer to {route}: {error}") from error
 
 
 def _require(answer: Any) -> None:

@@ -6,7 +6,8 @@ prefix cache that the old weights filled. A `VllmDriver` does this in the one or
     stop requests -> start -> update -> finish -> drop the prefix cache, once -> let requests go on
 
 After a failure nothing is dropped and requests stay stopped: the next update that succeeds lets them go
-on, or `resume` does. The error says whether the weights are still those of the version before.
+on, or `resume` does. The error says whether the weights are still those of the version before. Where a
+framework stops requests and lets them go by itself, a `StoppedVllmDriver` does only what is between.
 """
 
 from __future__ import annotations
@@ -27,17 +28,8 @@ again), finished with the old weights first, or aborted."""
 _MODES: Mapping[Running, str] = {"pause": "keep", "finish": "wait", "abort": "abort"}
 
 
-class VllmControl(Protocol):
-    """vLLM's own calls, which two kinds of deployment offer in different ways. All block."""
-
-    def pause(self, mode: str) -> None:
-        """Schedule no request until `resume`; `mode` is vLLM's: keep, wait or abort."""
-
-    def resume(self) -> None:
-        """Schedule requests again."""
-
-    def paused(self) -> bool:
-        """True while vLLM schedules no request, whoever stopped it."""
+class VllmTransfer(Protocol):
+    """vLLM's own calls that move weights, which deployments offer in different ways. All block."""
 
     def init(self, info: Mapping[str, Any]) -> None:
         """`init_weight_transfer_engine` in every worker."""
@@ -56,6 +48,19 @@ class VllmControl(Protocol):
 
     def leave(self) -> None:
         """`shutdown_weight_transfer_engine` in every worker, which closes its connection to the trainer."""
+
+
+class VllmControl(VllmTransfer, Protocol):
+    """The same, and the calls that stop requests and let them go on."""
+
+    def pause(self, mode: str) -> None:
+        """Schedule no request until `resume`; `mode` is vLLM's: keep, wait or abort."""
+
+    def resume(self) -> None:
+        """Schedule requests again."""
+
+    def paused(self) -> bool:
+        """True while vLLM schedules no request, whoever stopped it."""
 
 
 class OfflineControl(VllmControl):
@@ -168,11 +173,60 @@ class HttpControl(VllmControl):
         return parsed if isinstance(parsed, dict) else {}
 
 
-class VllmDriver:
-    """Connects one vLLM deployment to a trainer, and moves it from version to version.
+class StoppedVllmDriver:
+    """Takes a vLLM deployment from version to version while somebody else holds its requests.
+
+    Whoever calls stops requests before `connect` and `update_weights`, and lets them go on after these
+    returned. After an error they have to stay stopped: the weights may be a mixture.
 
     Attributes:
         version: the last version that this driver brought the deployment to; None before the first.
+    """
+
+    def __init__(self, control: VllmTransfer) -> None:
+        """Call nothing yet."""
+        self._transfer = control
+        self.version: int | None = None
+
+    def connect(self, info: Mapping[str, Any]) -> None:
+        """Meet the trainer. Returns once all ranks agreed on the plan; no weight is touched.
+
+        `info` is from `init_info`.
+
+        Collective: over all trainer and engine ranks: the trainer's `connect` must run meanwhile.
+        """
+        self._transfer.init(info)
+
+    def update_weights(self, version: int) -> None:
+        """Take the deployment to the version that the trainer sends meanwhile; drop its prefix cache, once.
+
+        Raises UpdateError if the cache was not dropped: then `version` says that the version is committed all
+        the same. Whatever vLLM raises when a worker fails passes through.
+
+        Collective: over all trainer and engine ranks.
+        """
+        self._update(version, running=False)
+
+    def disconnect(self) -> None:
+        """Leave the pairing. Weights and requests stay as they are."""
+        self._transfer.leave()
+
+    def _update(self, version: int, *, running: bool) -> None:
+        self._transfer.start()
+        self._transfer.update({"version": version})
+        self._transfer.finish(str(version))
+        self.version = version
+        if not self._transfer.reset_prefix_cache(running=running):
+            raise UpdateError(
+                f"version {version} is committed, but vLLM did not drop its prefix cache, which the old "
+                f"weights filled (blocks are still held). Requests stay stopped: update again"
+            )
+
+
+class VllmDriver(StoppedVllmDriver):
+    """Connects one vLLM deployment to a trainer, and moves it from version to version.
+
+    Attributes:
         stopped: True from before requests are stopped until vLLM says that it schedules them again.
 
     Example:
@@ -188,11 +242,11 @@ class VllmDriver:
         """
         if running not in get_args(Running):
             raise ConfigError(f"running={running!r}: give one of {', '.join(get_args(Running))}")
+        super().__init__(control)
         self._control = control
         self._running: Running = running
         self.stopped = False
         self._keep_stopped = False
-        self.version: int | None = None
 
     def connect(self, info: Mapping[str, Any]) -> None:
         """Meet the trainer; requests stand still meanwhile. Returns once all ranks agreed on the plan.
@@ -225,20 +279,8 @@ class VllmDriver:
         """
         self.stopped = self._keep_stopped = True
         self._control.pause(_MODES[self._running])
-        self._control.start()
-        self._control.update({"version": version})
-        self._control.finish(str(version))
-        self.version = version
-        if not self._control.reset_prefix_cache(running=self._running == "pause"):
-            raise UpdateError(
-                f"version {version} is committed, but vLLM did not drop its prefix cache, which the old "
-                f"weights filled (blocks are still held). Requests stay stopped: update again"
-            )
+        self._update(version, running=self._running == "pause")
         self.resume()
-
-    def disconnect(self) -> None:
-        """Leave the pairing. Weights and requests stay as they are."""
-        self._control.leave()
 
     def resume(self) -> None:
         """Let requests go on after a failed update, with the weights as they are.

@@ -1,0 +1,1 @@
+"""Plug-ins for frameworks that train and sample, each through that framework's own plug-in points."""
