@@ -192,11 +192,6 @@ class Comm(Rows):
         self.abandon()
         self._store = None
 
-    def close(self) -> None:
-        """Leave for good."""
-        self.leave()
-        self.is_closed = True
-
     def gather(self, row: bytes, *, width: int, phase: str) -> list[bytes]:
         """Give one row to every rank and get all rows: see `Rows.gather`."""
         if len(row) > width - 4:

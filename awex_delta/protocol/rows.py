@@ -24,6 +24,15 @@ class Rows(ABC):
         if self.is_closed:
             raise ConfigError(f"this {kind} is closed: close() was called. Remedy: make another one")
 
+    def close(self) -> None:
+        """Leave for good."""
+        self.leave()
+        self.is_closed = True
+
+    @abstractmethod
+    def leave(self) -> None:
+        """Leave until the next `connect`. Peers that still wait here fail at once."""
+
     @abstractmethod
     def gather(self, row: bytes, *, width: int, phase: str) -> list[bytes]:
         """Give one row to every rank and get all rows, by transfer rank.

@@ -132,10 +132,9 @@ def check_training(chunks: Any, hf_config: Any, settings: Any) -> None:
             f"model_chunks = [{'' if wrong is None else type(wrong).__name__}]: this is no model of "
             "Megatron's. Remedy: give what get_model returned; TorchAdamWTrainer takes a model of plain torch"
         )
-    text = hf_config.get_text_config() if hasattr(hf_config, "get_text_config") else None
-    lacking = [
-        n for n in _HF_CONFIG if getattr(hf_config, n, None) is None and getattr(text, n, None) is None
-    ]
+    text = hf_config.get_text_config() if hasattr(hf_config, "get_text_config") else hf_config
+    both = (hf_config, text)
+    lacking = [n for n in _HF_CONFIG if all(not hasattr(one, n) or getattr(one, n) is None for one in both)]
     if lacking:
         raise ConfigError(
             f"hf_config is a {type(hf_config).__name__} without {', '.join(lacking)}. Remedy: give the "
