@@ -417,7 +417,8 @@ def test_the_page_of_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     log, tracked = python_blocks("docs/en/report.md")
     resolved = resolve(TrainEngineConfig(backend="megatron:d1"), RolloutConfig(backend="vllm:d1"))
     names: dict[str, Any] = {"resolved": resolved, "rank": 0, "world_size": 1, "num_steps": NUM_STEPS}
-    log.run(names | {"train_step": lambda: None, "sender": _Sender(), "mean_reward": 0.5})
+    names |= {"train_step": lambda: None, "sender": _Sender(), "mean_reward": 0.5}
+    log.run(names)
     updates = read_run("RUN.jsonl").updates
     assert [(line.version, line.extra["reward"], line.changed_by[0].changed) for line in updates] == [
         (1, 0.5, 5),
